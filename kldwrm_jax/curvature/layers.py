@@ -1,0 +1,229 @@
+"""Which parameters make which block: the description that capture writes and optimizers read."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from kldwrm_jax.curvature.blocks import Diagonal, Factors, Kronecker
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """Where a parameter sits in its block, and how it is read as a matrix.
+
+    Args:
+      path: its place in the parameters, ``"path/to/layer/kernel"``.
+      shape: its shape.
+      stack: the axes along which independent copies of the layer are stacked.
+      split: the shape, without the stack, whose axes the next three name.
+      groups: axes that number independent blocks (groups of a convolution).
+      rows: axes of the inputs.
+      columns: axes of the outputs.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    stack: tuple[int, ...] = ()
+    split: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """Lengths of the stack."""
+        return tuple(self.shape[axis] for axis in self.stack)
+
+    def to_matrix(self, x: jax.Array) -> jax.Array:
+        """The parameter as ``(*stack, [groups,] rows, columns)``."""
+        x = jnp.moveaxis(x, self.stack, range(len(self.stack)))
+        x = x.reshape(self.stacked + self.split)
+        return x.transpose(self._order).reshape(self.stacked + self._matrix_shape)
+
+    def from_matrix(self, m: jax.Array) -> jax.Array:
+        """The inverse of :meth:`to_matrix`."""
+        order = self._order
+        m = m.reshape([(self.stacked + self.split)[axis] for axis in order])
+        m = m.transpose(sorted(range(len(order)), key=order.__getitem__))
+        unstacked = [n for axis, n in enumerate(self.shape) if axis not in self.stack]
+        m = m.reshape(self.stacked + tuple(unstacked))
+        return jnp.moveaxis(m, range(len(self.stack)), self.stack)
+
+    def per_slice(self, x: jax.Array) -> tuple[int, ...]:
+        """The axes of one copy of the layer: all but the stack."""
+        return tuple(axis for axis in range(x.ndim) if axis not in self.stack)
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        n = len(self.stack)
+        own = self.groups + self.rows + self.columns
+        return tuple(range(n)) + tuple(n + axis for axis in own)
+
+    @property
+    def _matrix_shape(self) -> tuple[int, ...]:
+        def length(axes: tuple[int, ...]) -> int:
+            return math.prod(self.split[axis] for axis in axes)
+
+        groups = (length(self.groups),) if self.groups else ()
+        return (*groups, length(self.rows), length(self.columns))
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerBlock:
+    """One curvature block and its parameters.
+
+    Args:
+      name: its key in ``oracle.factors()``.
+      kind: what it belongs to, as shown in the table.
+      block: its linear algebra.
+      parameters: kernel and bias for a joint block, a single parameter otherwise.
+      shapes: of its factors, ``(A, G)`` or that of the diagonal alone.
+      note: why this is less than a full Kronecker block, if it is.
+    """
+
+    name: str
+    kind: str
+    block: Kronecker | Diagonal
+    parameters: tuple[Parameter, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    note: str = ""
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return sum(parameter.size for parameter in self.parameters)
+
+    @property
+    def factor_size(self) -> int:
+        """Number of entries in the factors."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def factors_like(self, shapes: tuple[jax.Array, ...]) -> Factors:
+        """Arrays, one for each of ``shapes``, as this block's factors."""
+        return shapes[0] if isinstance(self.block, Diagonal) else shapes
+
+    def gather(self, leaves: Mapping[str, jax.Array]) -> jax.Array:
+        """The direction that the block acts on, from the parameters' leaves."""
+        own = [leaves[parameter.path] for parameter in self.parameters]
+        if isinstance(self.block, Diagonal):
+            return own[0]
+        matrices = [p.to_matrix(x) for p, x in zip(self.parameters, own, strict=True)]
+        return matrices[0] if len(matrices) == 1 else jnp.concatenate(matrices, axis=-2)
+
+    def scatter(self, v: jax.Array) -> dict[str, jax.Array]:
+        """The inverse of :meth:`gather`."""
+        if isinstance(self.block, Diagonal):
+            return {self.parameters[0].path: v}
+        if len(self.parameters) == 1:
+            return {self.parameters[0].path: self.parameters[0].from_matrix(v)}
+        kernel, bias = self.parameters
+        return {
+            kernel.path: kernel.from_matrix(v[..., :-1, :]),
+            bias.path: bias.from_matrix(v[..., -1:, :]),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """Every curvature block of a model. Prints as a table; optimizers need nothing else.
+
+    Iterates over its :class:`LayerBlock`; ``layers["path/to/layer"]`` is one of them.
+    """
+
+    blocks: tuple[LayerBlock, ...]
+
+    def __iter__(self) -> Iterator[LayerBlock]:
+        return iter(self.blocks)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, name: str) -> LayerBlock:
+        for block in self.blocks:
+            if block.name == name:
+                return block
+        names = ", ".join(repr(block.name) for block in self.blocks)
+        raise KeyError(f"no block is called {name!r}; there are {names}")
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """Every covered parameter, by its path."""
+        return {p.path: p for block in self.blocks for p in block.parameters}
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of averaged factors and their cached inverses, in float32."""
+        return sum(_state_bytes(block) for block in self.blocks)
+
+    def __str__(self) -> str:
+        return table(self)
+
+
+def _state_bytes(block: LayerBlock) -> int:
+    return 2 * 4 * block.factor_size
+
+
+def table(layers: Layers) -> str:
+    """The layers as people like to read them: one row a block, notes and totals below."""
+    header = ("layer", "kind", "parameters", "factors", "state")
+    rows = [
+        (
+            block.name,
+            block.kind,
+            f"{block.size:,}",
+            " x ".join(_shape(shape) for shape in block.shapes),
+            _bytes(_state_bytes(block)),
+        )
+        for block in layers
+    ]
+    total = (
+        "total",
+        f"{len(layers)} blocks",
+        f"{sum(block.size for block in layers):,}",
+        "",
+        _bytes(layers.state_bytes),
+    )
+    widths = [max(map(len, column)) for column in zip(header, *rows, total, strict=True)]
+
+    def line(cells: tuple[str, ...]) -> str:
+        justified = (
+            cell.rjust(width) if i in (2, 4) else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "│ " + " │ ".join(justified) + " │"
+
+    def rule(left: str, middle: str, right: str) -> str:
+        return left + middle.join("─" * (width + 2) for width in widths) + right
+
+    lines = [rule("┌", "┬", "┐"), line(header), rule("├", "┼", "┤"), *map(line, rows)]
+    lines += [rule("├", "┼", "┤"), line(total), rule("└", "┴", "┘")]
+    notes: dict[str, list[str]] = {}
+    for block in layers:
+        if block.note:
+            notes.setdefault(block.note, []).append(block.name)
+    if notes:
+        lines.append("Less than a full Kronecker block:")
+        lines += [f"  {', '.join(names)}: {note}" for note, names in notes.items()]
+    return "\n".join(lines)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "(" + ", ".join(map(str, shape)) + ")"
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"

@@ -1,0 +1,270 @@
+r"""Likelihoods: what a network's outputs say about its targets, :math:`p(y \mid h)`.
+
+A likelihood owns the trailing *event* axes of the outputs; the axes before them are independent
+samples. Everything else in the library is written against the small protocol :class:`Likelihood`.
+"""
+
+import dataclasses
+import math
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.nn import log_sigmoid, log_softmax, sigmoid
+from jax.typing import ArrayLike
+
+from kldwrm_jax.arguments import check_count, check_fraction, check_positive
+
+
+@runtime_checkable
+class Likelihood(Protocol):
+    r"""What the library asks of a likelihood; implement these to bring your own.
+
+    ``outputs`` has shape ``(*samples, *event)``, with ``event_ndim`` event axes. The example below
+    is complete: a Poisson likelihood with log-rates as outputs.
+
+    Example:
+      >>> import dataclasses, jax, jax.numpy as jnp
+      >>> from jax.scipy.special import gammaln
+      >>> import kldwrm_jax as kw
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Poisson:
+      ...     event_ndim: int = 1
+      ...     def nll(self, outputs, targets):
+      ...         return (jnp.exp(outputs) - targets * outputs + gammaln(targets + 1)).sum(-1)
+      ...     def sample(self, key, outputs):
+      ...         return jax.random.poisson(key, jnp.exp(outputs))
+      ...     def symmetric_kl(self, outputs1, outputs2, xi=0.5):
+      ...         r1, r2 = jnp.exp(outputs1), jnp.exp(outputs2)
+      ...         forward = r1 * (outputs1 - outputs2) - r1 + r2
+      ...         backward = r2 * (outputs2 - outputs1) - r2 + r1
+      ...         return (xi * forward + (1 - xi) * backward).sum(-1)
+      ...     def fisher_root(self, outputs):
+      ...         eye = jnp.eye(outputs.shape[-1])
+      ...         return jax.vmap(lambda e: jnp.exp(outputs / 2) * e)(eye)
+      >>> isinstance(Poisson(), kw.Likelihood)
+      True
+    """
+
+    @property
+    def event_ndim(self) -> int:
+        """How many trailing axes of the outputs make one event."""
+        ...
+
+    def nll(self, outputs: jax.Array, targets: jax.Array) -> jax.Array:
+        """Negative log-likelihood of every sample: ``(*samples,)``."""
+        ...
+
+    def sample(self, key: jax.Array, outputs: jax.Array) -> jax.Array:
+        """Targets drawn from the model, one for every sample."""
+        ...
+
+    def symmetric_kl(
+        self, outputs1: jax.Array, outputs2: jax.Array, xi: ArrayLike = 0.5
+    ) -> jax.Array:
+        """``xi KL(1 || 2) + (1 - xi) KL(2 || 1)`` of every sample: ``(*samples,)``."""
+        ...
+
+    def fisher_root(self, outputs: jax.Array) -> jax.Array:
+        """Columns ``c_j``, stacked in front, whose ``sum_j c_j c_j'`` is every sample's Fisher."""
+        ...
+
+
+def _full_precision(outputs: jax.Array) -> jax.Array:
+    """At least float32: log-probabilities of bfloat16 logits are worth nothing."""
+    outputs = jnp.asarray(outputs)
+    return outputs.astype(jnp.promote_types(outputs.dtype, jnp.float32))
+
+
+def _sum_events(values: jax.Array, event_ndim: int) -> jax.Array:
+    return values.sum(axis=tuple(range(-event_ndim, 0))) if event_ndim else values
+
+
+def _event_basis(outputs: jax.Array, event_ndim: int) -> jax.Array:
+    """The unit vectors of the event space, shaped to broadcast against ``outputs``."""
+    if outputs.ndim < event_ndim:
+        raise ValueError(
+            f"outputs must have at least event_ndim={event_ndim} axes, got shape {outputs.shape}"
+        )
+    event = outputs.shape[outputs.ndim - event_ndim :]
+    size = math.prod(event)
+    samples = (1,) * (outputs.ndim - event_ndim)
+    return jnp.eye(size, dtype=outputs.dtype).reshape(size, *samples, *event)
+
+
+def _mixed_kl(log_p: jax.Array, log_q: jax.Array, xi: ArrayLike) -> jax.Array:
+    """Terms of ``xi KL(p || q) + (1 - xi) KL(q || p)``; an event that neither expects adds 0."""
+    p, q = xi * jnp.exp(log_p), (1 - xi) * jnp.exp(log_q)
+    expected = (p > 0) | (q > 0)
+    log_ratio = jnp.where(expected, log_p, 0) - jnp.where(expected, log_q, 0)
+    return (p - q) * log_ratio
+
+
+@dataclasses.dataclass(frozen=True)
+class Categorical:
+    r"""Classes, from logits along the last axis.
+
+    :math:`p(y \mid h) = \mathrm{softmax}(h)_y`. Targets are class indices, one for every sample.
+    Divergences are computed from log-softmax, never from ratios of probabilities.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import kldwrm_jax as kw
+      >>> logits = jnp.array([[0.0, 0.0], [1e4, -1e4]])
+      >>> [f"{x:.3f}" for x in kw.Categorical().nll(logits, jnp.array([1, 1]))]
+      ['0.693', '20000.000']
+      >>> kw.Categorical().symmetric_kl(logits, logits).tolist()
+      [0.0, 0.0]
+    """
+
+    @property
+    def event_ndim(self) -> int:
+        """One: the axis of the logits."""
+        return 1
+
+    def nll(self, outputs: jax.Array, targets: jax.Array) -> jax.Array:
+        """Cross-entropy of integer ``targets``: shape of ``outputs`` without its last axis.
+
+        Targets cannot be looked at on the device: one that is too large gives NaN, and -1 is the
+        last class. Padding is said with ``net.oracle(..., weights=...)``.
+        """
+        outputs, targets = _full_precision(outputs), jnp.asarray(targets)
+        if targets.shape != outputs.shape[:-1] or not jnp.issubdtype(targets.dtype, jnp.integer):
+            raise ValueError(
+                f"targets of Categorical must be integer class indices of shape "
+                f"{outputs.shape[:-1]} for logits of shape {outputs.shape}, got "
+                f"{targets.dtype}{list(targets.shape)} (one-hot targets: take their argmax)"
+            )
+        picked = jnp.take_along_axis(log_softmax(outputs), targets[..., None], axis=-1)
+        return -picked[..., 0]
+
+    def sample(self, key: jax.Array, outputs: jax.Array) -> jax.Array:
+        """A class index for every sample."""
+        return jax.random.categorical(key, _full_precision(outputs))
+
+    def symmetric_kl(
+        self, outputs1: jax.Array, outputs2: jax.Array, xi: ArrayLike = 0.5
+    ) -> jax.Array:
+        """Mixed KL divergence of every sample; symmetric at ``xi = 1/2``."""
+        check_fraction("xi", xi)
+        log_p, log_q = (
+            log_softmax(_full_precision(outputs1)),
+            log_softmax(_full_precision(outputs2)),
+        )
+        return _mixed_kl(log_p, log_q, xi).sum(axis=-1)
+
+    def fisher_root(self, outputs: jax.Array) -> jax.Array:
+        r"""Columns :math:`\sqrt{p_j}\,(e_j - p)` of :math:`\mathrm{diag}(p) - p p'`."""
+        outputs = _full_precision(outputs)
+        p = jax.nn.softmax(outputs)
+        basis = _event_basis(outputs, 1)
+        return jnp.sqrt(jnp.moveaxis(p, -1, 0))[..., None] * (basis - p)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gaussian:
+    r"""Real values with a fixed variance: :math:`p(y \mid h) = N(y; h, \sigma^2 I)`.
+
+    Args:
+      variance: :math:`\sigma^2`, a number > 0.
+      event_ndim: how many trailing axes of the outputs make one observation. ``nll`` sums over
+        them; the axes before are samples, which are averaged.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import kldwrm_jax as kw
+      >>> float(kw.Gaussian().symmetric_kl(jnp.array([1.0, 2.0]), jnp.array([1.0, 4.0])))
+      2.0
+    """
+
+    variance: float = 1.0
+    event_ndim: int = 1
+
+    def __post_init__(self) -> None:
+        check_positive("variance", self.variance)
+        check_count("event_ndim", self.event_ndim, least=0)
+
+    def nll(self, outputs: jax.Array, targets: jax.Array) -> jax.Array:
+        """Negative log-density, constants included, summed over the event axes."""
+        outputs, targets = _full_precision(outputs), jnp.asarray(targets)
+        _check_same_shape("Gaussian", outputs, targets)
+        scaled = (outputs - targets) ** 2 / self.variance + math.log(2 * math.pi * self.variance)
+        return _sum_events(0.5 * scaled, self.event_ndim)
+
+    def sample(self, key: jax.Array, outputs: jax.Array) -> jax.Array:
+        """Outputs plus noise of the model's variance."""
+        outputs = _full_precision(outputs)
+        noise = jax.random.normal(key, outputs.shape, outputs.dtype)
+        return outputs + math.sqrt(self.variance) * noise
+
+    def symmetric_kl(
+        self, outputs1: jax.Array, outputs2: jax.Array, xi: ArrayLike = 0.5
+    ) -> jax.Array:
+        r""":math:`\|h_1 - h_2\|^2 / 2\sigma^2`, the same in both directions."""
+        check_fraction("xi", xi)
+        squares = (_full_precision(outputs1) - _full_precision(outputs2)) ** 2
+        return _sum_events(squares, self.event_ndim) / (2 * self.variance)
+
+    def fisher_root(self, outputs: jax.Array) -> jax.Array:
+        r"""Columns :math:`e_j / \sigma`."""
+        outputs = _full_precision(outputs)
+        basis = _event_basis(outputs, self.event_ndim) / math.sqrt(self.variance)
+        return jnp.broadcast_to(basis, basis.shape[:1] + outputs.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bernoulli:
+    r"""Independent binary values from logits: :math:`p(y = 1 \mid h) = \mathrm{sigmoid}(h)`.
+
+    Args:
+      event_ndim: how many trailing axes of the outputs make one observation. ``nll`` sums over
+        them; the axes before are samples, which are averaged. Use 0 for one logit a sample
+        without an axis of its own.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import kldwrm_jax as kw
+      >>> float(kw.Bernoulli().nll(jnp.array([0.0]), jnp.array([1.0])).round(4))
+      0.6930999755859375
+    """
+
+    event_ndim: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("event_ndim", self.event_ndim, least=0)
+
+    def nll(self, outputs: jax.Array, targets: jax.Array) -> jax.Array:
+        """Binary cross-entropy of targets in {0, 1}, summed over the event axes."""
+        outputs, targets = _full_precision(outputs), jnp.asarray(targets)
+        _check_same_shape("Bernoulli", outputs, targets)
+        likelihood = targets * log_sigmoid(outputs) + (1 - targets) * log_sigmoid(-outputs)
+        return _sum_events(-likelihood, self.event_ndim)
+
+    def sample(self, key: jax.Array, outputs: jax.Array) -> jax.Array:
+        """Zeros and ones, in the outputs' type."""
+        outputs = _full_precision(outputs)
+        return jax.random.bernoulli(key, sigmoid(outputs)).astype(outputs.dtype)
+
+    def symmetric_kl(
+        self, outputs1: jax.Array, outputs2: jax.Array, xi: ArrayLike = 0.5
+    ) -> jax.Array:
+        """Mixed KL divergence of every sample; symmetric at ``xi = 1/2``."""
+        check_fraction("xi", xi)
+        h1, h2 = _full_precision(outputs1), _full_precision(outputs2)
+        ones = _mixed_kl(log_sigmoid(h1), log_sigmoid(h2), xi)
+        zeros = _mixed_kl(log_sigmoid(-h1), log_sigmoid(-h2), xi)
+        return _sum_events(ones + zeros, self.event_ndim)
+
+    def fisher_root(self, outputs: jax.Array) -> jax.Array:
+        r"""Columns :math:`\sqrt{p_j (1 - p_j)}\, e_j`."""
+        outputs = _full_precision(outputs)
+        deviation = jnp.exp(0.5 * (log_sigmoid(outputs) + log_sigmoid(-outputs)))
+        return deviation * _event_basis(outputs, self.event_ndim)
+
+
+def _check_same_shape(name: str, outputs: jax.Array, targets: jax.Array) -> None:
+    if targets.shape != outputs.shape:
+        raise ValueError(
+            f"targets of {name} must have the shape of the outputs, {outputs.shape}, "
+            f"got {targets.shape}"
+        )

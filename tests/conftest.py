@@ -1,0 +1,16 @@
+import jax
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def x64():
+    """Float64 for the length of a test."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def rng():
+    """Numpy's generator, from a fixed seed."""
+    return np.random.default_rng(0)
