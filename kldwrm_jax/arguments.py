@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+Scalar = float | jax.Array  # a number, known or traced
+
 
 def _known(name: str, value: Any, allowed: str) -> bool:
     """True if the value can be looked at; an error if it can be no number at all."""

@@ -11,9 +11,8 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax.nn import log_sigmoid, log_softmax, sigmoid
-from jax.typing import ArrayLike
 
-from kldwrm_jax.arguments import check_count, check_fraction, check_positive
+from kldwrm_jax.arguments import Scalar, check_count, check_fraction, check_positive
 
 
 @runtime_checkable
@@ -59,9 +58,7 @@ class Likelihood(Protocol):
         """Targets drawn from the model, one for every sample."""
         ...
 
-    def symmetric_kl(
-        self, outputs1: jax.Array, outputs2: jax.Array, xi: ArrayLike = 0.5
-    ) -> jax.Array:
+    def symmetric_kl(self, outputs1: jax.Array, outputs2: jax.Array, xi: Scalar = 0.5) -> jax.Array:
         """``xi KL(1 || 2) + (1 - xi) KL(2 || 1)`` of every sample: ``(*samples,)``."""
         ...
 
@@ -92,7 +89,7 @@ def _event_basis(outputs: jax.Array, event_ndim: int) -> jax.Array:
     return jnp.eye(size, dtype=outputs.dtype).reshape(size, *samples, *event)
 
 
-def _mixed_kl(log_p: jax.Array, log_q: jax.Array, xi: ArrayLike) -> jax.Array:
+def _mixed_kl(log_p: jax.Array, log_q: jax.Array, xi: Scalar) -> jax.Array:
     """Terms of ``xi KL(p || q) + (1 - xi) KL(q || p)``; an event that neither expects adds 0."""
     p, q = xi * jnp.exp(log_p), (1 - xi) * jnp.exp(log_q)
     expected = (p > 0) | (q > 0)
@@ -142,9 +139,7 @@ class Categorical:
         """A class index for every sample."""
         return jax.random.categorical(key, _full_precision(outputs))
 
-    def symmetric_kl(
-        self, outputs1: jax.Array, outputs2: jax.Array, xi: ArrayLike = 0.5
-    ) -> jax.Array:
+    def symmetric_kl(self, outputs1: jax.Array, outputs2: jax.Array, xi: Scalar = 0.5) -> jax.Array:
         """Mixed KL divergence of every sample; symmetric at ``xi = 1/2``."""
         check_fraction("xi", xi)
         log_p, log_q = (
@@ -197,9 +192,7 @@ class Gaussian:
         noise = jax.random.normal(key, outputs.shape, outputs.dtype)
         return outputs + math.sqrt(self.variance) * noise
 
-    def symmetric_kl(
-        self, outputs1: jax.Array, outputs2: jax.Array, xi: ArrayLike = 0.5
-    ) -> jax.Array:
+    def symmetric_kl(self, outputs1: jax.Array, outputs2: jax.Array, xi: Scalar = 0.5) -> jax.Array:
         r""":math:`\|h_1 - h_2\|^2 / 2\sigma^2`, the same in both directions."""
         check_fraction("xi", xi)
         squares = (_full_precision(outputs1) - _full_precision(outputs2)) ** 2
@@ -245,9 +238,7 @@ class Bernoulli:
         outputs = _full_precision(outputs)
         return jax.random.bernoulli(key, sigmoid(outputs)).astype(outputs.dtype)
 
-    def symmetric_kl(
-        self, outputs1: jax.Array, outputs2: jax.Array, xi: ArrayLike = 0.5
-    ) -> jax.Array:
+    def symmetric_kl(self, outputs1: jax.Array, outputs2: jax.Array, xi: Scalar = 0.5) -> jax.Array:
         """Mixed KL divergence of every sample; symmetric at ``xi = 1/2``."""
         check_fraction("xi", xi)
         h1, h2 = _full_precision(outputs1), _full_precision(outputs2)

@@ -35,12 +35,13 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+
+from kldwrm_jax.arguments import Scalar
 
 Tree = TypeVar("Tree")
 
 
-def linear_model(nu: ArrayLike, remembered: Tree, g: Tree) -> Tree:
+def linear_model(nu: Scalar, remembered: Tree, g: Tree) -> Tree:
     r"""The gradient of the linear model with momentum: :math:`\sum_i \nu^{k-i} g_i`.
 
     Args:
@@ -54,18 +55,18 @@ def linear_model(nu: ArrayLike, remembered: Tree, g: Tree) -> Tree:
     return jax.tree.map(lambda m, x: nu * m + x, remembered, g)
 
 
-def effective_gradient(lr: ArrayLike, model_gradient: Tree, pull: Tree) -> Tree:
+def effective_gradient(lr: Scalar, model_gradient: Tree, pull: Tree) -> Tree:
     r""":math:`h_k = \mathrm{lr}_k \nabla M_k(0) + R_k`: the learning rate times ``g_hat``."""
     return jax.tree.map(lambda m, r: lr * m + r, model_gradient, pull)
 
 
-def unscaled(lr: ArrayLike, h: Tree, model_gradient: Tree) -> Tree:
+def unscaled(lr: Scalar, h: Tree, model_gradient: Tree) -> Tree:
     r""":math:`\hat g_k = h_k / \mathrm{lr}_k`; at a rate of zero, the model's gradient alone."""
     safe = jnp.where(jnp.asarray(lr) > 0, lr, 1)
     return jax.tree.map(lambda x, m: jnp.where(jnp.asarray(lr) > 0, x / safe, m), h, model_gradient)
 
 
-def remember(rho: ArrayLike, pull: Tree, fisher_step: Tree) -> Tree:
+def remember(rho: Scalar, pull: Tree, fisher_step: Tree) -> Tree:
     r""":math:`R_{k+1} = \rho\,(R_k + \bar F_k s_k)`.
 
     Args:

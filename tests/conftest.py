@@ -6,8 +6,10 @@ import pytest
 @pytest.fixture
 def x64():
     """Float64 for the length of a test."""
-    with jax.enable_x64(True):
-        yield
+    before = jax.config.read("jax_enable_x64")
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Curvature: what a block is, how it is averaged, inverted and multiplied. Knows no Flax."""
 
 from kldwrm_jax.curvature.blocks import Block, Dense, Diagonal, Kronecker, average
-from kldwrm_jax.curvature.layers import LayerBlock, Layers, Parameter
+from kldwrm_jax.curvature.layers import LayerBlock, Layers, Parameter, per_block
 from kldwrm_jax.curvature.monitors import AveragingError, averaging_error, contraction
 from kldwrm_jax.curvature.solvers import (
     Damping,
@@ -34,4 +34,5 @@ __all__ = [
     "average",
     "averaging_error",
     "contraction",
+    "per_block",
 ]

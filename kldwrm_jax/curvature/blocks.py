@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+
+from kldwrm_jax.arguments import Scalar
 
 Factors = Any  # a pytree of arrays, whose structure the block knows
 
@@ -31,11 +32,11 @@ class Block(Protocol):
         """``F v``."""
         ...
 
-    def scale(self, f: Factors, c: ArrayLike) -> Factors:
+    def scale(self, f: Factors, c: Scalar) -> Factors:
         """Every factor times ``c``: a Kronecker product grows by ``c**2``."""
         ...
 
-    def damp(self, f: Factors, damping: ArrayLike) -> Factors:
+    def damp(self, f: Factors, damping: Scalar) -> Factors:
         """Factors of about ``F + damping I``, exactly of the block's own structure."""
         ...
 
@@ -47,7 +48,7 @@ class Block(Protocol):
         """An eigenbasis of ``F``, for :meth:`eigen_solve`."""
         ...
 
-    def eigen_solve(self, basis: Any, v: jax.Array, damping: ArrayLike, c: ArrayLike) -> jax.Array:
+    def eigen_solve(self, basis: Any, v: jax.Array, damping: Scalar, c: Scalar) -> jax.Array:
         """``(c F + damping I)^-1 v``, with ``c`` applied as :meth:`scale` does."""
         ...
 
@@ -55,7 +56,7 @@ class Block(Protocol):
         """A basis that diagonalises ``F_bar`` (to the identity) and ``B`` at once."""
         ...
 
-    def pencil_solve(self, basis: Any, v: jax.Array, weight: ArrayLike) -> jax.Array:
+    def pencil_solve(self, basis: Any, v: jax.Array, weight: Scalar) -> jax.Array:
         """``(F_bar + weight B)^-1 v``."""
         ...
 
@@ -201,12 +202,12 @@ class Kronecker:
         a, g = f
         return self._a.left(a, self._g.right(v, g))
 
-    def scale(self, f: Factors, c: ArrayLike) -> Factors:
+    def scale(self, f: Factors, c: Scalar) -> Factors:
         """``(c A, c G)``."""
         a, g = f
         return c * a, c * g
 
-    def damp(self, f: Factors, damping: ArrayLike) -> Factors:
+    def damp(self, f: Factors, damping: Scalar) -> Factors:
         r"""``factored`` damping: :math:`(A + \pi\sqrt\gamma I,\ G + \pi^{-1}\sqrt\gamma I)`.
 
         :math:`\pi^2` is the ratio of the two mean eigenvalues; 1 where one of them is zero.
@@ -231,7 +232,7 @@ class Kronecker:
         return KroneckerBasis(*self._a.eigen(a), *self._g.eigen(g))
 
     def eigen_solve(
-        self, basis: KroneckerBasis, v: jax.Array, damping: ArrayLike, c: ArrayLike = 1.0
+        self, basis: KroneckerBasis, v: jax.Array, damping: Scalar, c: Scalar = 1.0
     ) -> jax.Array:
         r""":math:`(cA \otimes cG + \gamma I)^{-1} V`."""
         c = jnp.asarray(c, v.dtype)
@@ -243,7 +244,7 @@ class Kronecker:
         (a_bar, g_bar), (a, g) = f_bar, b
         return KroneckerBasis(*self._a.pencil(a_bar, a), *self._g.pencil(g_bar, g))
 
-    def pencil_solve(self, basis: KroneckerBasis, v: jax.Array, weight: ArrayLike) -> jax.Array:
+    def pencil_solve(self, basis: KroneckerBasis, v: jax.Array, weight: Scalar) -> jax.Array:
         r""":math:`(\bar A \otimes \bar G + w\, A \otimes G)^{-1} V`, solving a Stein equation."""
         products = basis.a_values[..., :, None] * basis.g_values[..., None, :]
         return self._in_basis(basis, v, 1 + weight * products)
@@ -285,11 +286,11 @@ class Diagonal:
         """``d * v``."""
         return f * v
 
-    def scale(self, f: Factors, c: ArrayLike) -> Factors:
+    def scale(self, f: Factors, c: Scalar) -> Factors:
         """``c d``."""
         return c * f
 
-    def damp(self, f: Factors, damping: ArrayLike) -> Factors:
+    def damp(self, f: Factors, damping: Scalar) -> Factors:
         """``d + damping``: both modes of damping agree here."""
         return f + damping
 
@@ -302,7 +303,7 @@ class Diagonal:
         return jnp.maximum(f, 0)
 
     def eigen_solve(
-        self, basis: jax.Array, v: jax.Array, damping: ArrayLike, c: ArrayLike = 1.0
+        self, basis: jax.Array, v: jax.Array, damping: Scalar, c: Scalar = 1.0
     ) -> jax.Array:
         """``v / (c d + damping)``."""
         return v / (c * basis + damping)
@@ -311,7 +312,7 @@ class Diagonal:
         """Both diagonals."""
         return DiagonalBasis(f_bar, b)
 
-    def pencil_solve(self, basis: DiagonalBasis, v: jax.Array, weight: ArrayLike) -> jax.Array:
+    def pencil_solve(self, basis: DiagonalBasis, v: jax.Array, weight: Scalar) -> jax.Array:
         """``v / (d_bar + weight b)``."""
         return v / (basis.f_bar + weight * basis.b)
 
@@ -348,11 +349,11 @@ class Dense:
         """``F v``."""
         return _matmul(f, v[..., None])[..., 0]
 
-    def scale(self, f: Factors, c: ArrayLike) -> Factors:
+    def scale(self, f: Factors, c: Scalar) -> Factors:
         """``c F``."""
         return c * f
 
-    def damp(self, f: Factors, damping: ArrayLike) -> Factors:
+    def damp(self, f: Factors, damping: Scalar) -> Factors:
         """``F + damping I``: both modes of damping agree here."""
         return f + damping * jnp.eye(f.shape[-1], dtype=f.dtype)
 
@@ -365,7 +366,7 @@ class Dense:
         return DenseBasis(*_MatrixSide.eigen(f))
 
     def eigen_solve(
-        self, basis: DenseBasis, v: jax.Array, damping: ArrayLike, c: ArrayLike = 1.0
+        self, basis: DenseBasis, v: jax.Array, damping: Scalar, c: Scalar = 1.0
     ) -> jax.Array:
         """``(c F + damping I)^-1 v``."""
         return self._in_basis(basis, v, c * basis.values + damping)
@@ -374,7 +375,7 @@ class Dense:
         """Simultaneous diagonalisation of ``(B, F_bar)``."""
         return DenseBasis(*_MatrixSide.pencil(f_bar, b))
 
-    def pencil_solve(self, basis: DenseBasis, v: jax.Array, weight: ArrayLike) -> jax.Array:
+    def pencil_solve(self, basis: DenseBasis, v: jax.Array, weight: Scalar) -> jax.Array:
         """``(F_bar + weight B)^-1 v``."""
         return self._in_basis(basis, v, 1 + weight * basis.values)
 
@@ -391,7 +392,7 @@ class Dense:
         return self.multiply(basis.basis, inside)
 
 
-def average(f_bar: Factors, f: Factors, rho: ArrayLike) -> Factors:
+def average(f_bar: Factors, f: Factors, rho: Scalar) -> Factors:
     r"""One step of the exponential average: :math:`\rho \bar F + (1 - \rho) F`.
 
     The first statistics are to enter with weight one (:math:`\kappa(0) = 1`): ``rho = 0`` then.

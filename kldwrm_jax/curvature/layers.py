@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -159,6 +159,35 @@ class Layers:
         """Every covered parameter, by its path."""
         return {p.path: p for block in self.blocks for p in block.parameters}
 
+    def active(self, leaves: Mapping[str, jax.Array]) -> list[LayerBlock]:
+        """The blocks whose parameters are here; others may be masked, but not half of a block."""
+        known = self.parameters
+        strange = [path for path in leaves if path not in known]
+        if strange:
+            raise ValueError(
+                f"the parameters {', '.join(map(repr, strange))} are not among the layers that "
+                f"this optimizer was made for ({', '.join(map(repr, known))}): build it from "
+                f"net.layers of the same model"
+            )
+        for path, leaf in leaves.items():
+            if jnp.shape(leaf) != known[path].shape:
+                raise ValueError(
+                    f"{path!r} has shape {jnp.shape(leaf)}, and {known[path].shape} in the layers "
+                    f"that this optimizer was made for: build it from net.layers of the same model"
+                )
+        found = []
+        for block in self.blocks:
+            present = [parameter.path in leaves for parameter in block.parameters]
+            if all(present):
+                found.append(block)
+            elif any(present):
+                paths = ", ".join(repr(parameter.path) for parameter in block.parameters)
+                raise ValueError(
+                    f"{paths} share the block {block.name!r}, and only some of them are here: mask "
+                    f"all or none, or instrument with bias='separate'"
+                )
+        return found
+
     @property
     def state_bytes(self) -> int:
         """Bytes of averaged factors and their cached inverses, in float32."""
@@ -166,6 +195,18 @@ class Layers:
 
     def __str__(self) -> str:
         return table(self)
+
+
+def per_block(
+    blocks: Sequence[LayerBlock],
+    f: Callable[[LayerBlock, jax.Array], jax.Array],
+    leaves: Mapping[str, jax.Array],
+) -> dict[str, jax.Array]:
+    """A function of every block's direction, on the parameters' leaves."""
+    out: dict[str, jax.Array] = {}
+    for block in blocks:
+        out |= block.scatter(f(block, block.gather(leaves)))
+    return out
 
 
 def _state_bytes(block: LayerBlock) -> int:

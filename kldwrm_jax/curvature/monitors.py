@@ -5,13 +5,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
-from kldwrm_jax.arguments import check_decay
+from kldwrm_jax.arguments import Scalar, check_decay
 from kldwrm_jax.curvature.blocks import Block, Factors, average
 
 
-def contraction(block: Block, f_bar: Factors, b: Factors, lr: ArrayLike) -> jax.Array:
+def contraction(block: Block, f_bar: Factors, b: Factors, lr: Scalar) -> jax.Array:
     r"""The norm of :math:`I - \hat M` in the metric of :math:`\bar F^{-1}`.
 
     :math:`\hat g` stays bounded if ``rho`` times this stays below some number below 1 (after
@@ -34,7 +33,7 @@ def contraction(block: Block, f_bar: Factors, b: Factors, lr: ArrayLike) -> jax.
       0.75
     """
     largest = lr * block.pencil_norm(block.pencil(f_bar, b))
-    return 1 - 1 / (1 + largest)
+    return jnp.asarray(1 - 1 / (1 + largest))
 
 
 class AveragingError(NamedTuple):
@@ -44,9 +43,7 @@ class AveragingError(NamedTuple):
     average: jax.Array
 
 
-def averaging_error(
-    factors: Sequence[tuple[jax.Array, jax.Array]], rho: ArrayLike
-) -> AveragingError:
+def averaging_error(factors: Sequence[tuple[jax.Array, jax.Array]], rho: Scalar) -> AveragingError:
     r"""How far averaging factors is from averaging their product (supplement, section 4).
 
     .. math:: \Big\|\sum_i \kappa(i)\rho^{k-i} A_i \otimes G_i - \bar A_k \otimes \bar G_k\Big\|_F

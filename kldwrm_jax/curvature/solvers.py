@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
+from kldwrm_jax.arguments import Scalar
 from kldwrm_jax.curvature.blocks import Block, Factors
 
 Cache = Any  # a pytree of arrays
@@ -38,17 +38,17 @@ class Operator(NamedTuple):
 class Damping(Protocol):
     """A way to add ``gamma``: what is cached, how it solves, and what matrix it stands for."""
 
-    def invert(self, block: Block, f: Factors, gamma: ArrayLike) -> Cache:
+    def invert(self, block: Block, f: Factors, gamma: Scalar) -> Cache:
         """What is kept of ``f`` to solve with it."""
         ...
 
     def solve(
-        self, block: Block, cache: Cache, v: jax.Array, gamma: ArrayLike, c: ArrayLike
+        self, block: Block, cache: Cache, v: jax.Array, gamma: Scalar, c: Scalar
     ) -> jax.Array:
         """The damped solve with all factors scaled by ``c``."""
         ...
 
-    def multiply(self, block: Block, f: Factors, v: jax.Array, gamma: ArrayLike) -> jax.Array:
+    def multiply(self, block: Block, f: Factors, v: jax.Array, gamma: Scalar) -> jax.Array:
         """The damped matrix times ``v``."""
         ...
 
@@ -57,18 +57,18 @@ class Damping(Protocol):
 class Product:
     r"""``gamma`` joins every eigenvalue of the product: :math:`(F + \gamma I)^{-1}` exactly."""
 
-    def invert(self, block: Block, f: Factors, gamma: ArrayLike) -> Cache:
+    def invert(self, block: Block, f: Factors, gamma: Scalar) -> Cache:
         """An eigenbasis."""
         del gamma
         return block.eigen(f)
 
     def solve(
-        self, block: Block, cache: Cache, v: jax.Array, gamma: ArrayLike, c: ArrayLike = 1.0
+        self, block: Block, cache: Cache, v: jax.Array, gamma: Scalar, c: Scalar = 1.0
     ) -> jax.Array:
         r""":math:`(cF + \gamma I)^{-1} v`."""
         return block.eigen_solve(cache, v, gamma, c)
 
-    def multiply(self, block: Block, f: Factors, v: jax.Array, gamma: ArrayLike) -> jax.Array:
+    def multiply(self, block: Block, f: Factors, v: jax.Array, gamma: Scalar) -> jax.Array:
         r""":math:`(F + \gamma I) v`."""
         return block.multiply(f, v) + gamma * v
 
@@ -77,18 +77,18 @@ class Product:
 class Factored:
     r""":math:`\sqrt\gamma` is shared between the factors: the inverse keeps their structure."""
 
-    def invert(self, block: Block, f: Factors, gamma: ArrayLike) -> Cache:
+    def invert(self, block: Block, f: Factors, gamma: Scalar) -> Cache:
         """Inverses of the damped factors, by Cholesky."""
         return block.inverse(block.damp(f, gamma))
 
     def solve(
-        self, block: Block, cache: Cache, v: jax.Array, gamma: ArrayLike, c: ArrayLike = 1.0
+        self, block: Block, cache: Cache, v: jax.Array, gamma: Scalar, c: Scalar = 1.0
     ) -> jax.Array:
         """Two products a layer; the damped factors are scaled by ``c`` together."""
         del gamma
         return block.multiply(block.scale(cache, 1 / c), v)
 
-    def multiply(self, block: Block, f: Factors, v: jax.Array, gamma: ArrayLike) -> jax.Array:
+    def multiply(self, block: Block, f: Factors, v: jax.Array, gamma: Scalar) -> jax.Array:
         """The damped factors times ``v``."""
         return block.multiply(block.damp(f, gamma), v)
 
@@ -101,20 +101,25 @@ class Solver(Protocol):
         """How ``gamma`` is added."""
         ...
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether ``B = 0``: then a refresh has no operator of its own."""
+        ...
+
     def refresh(
         self,
         block: Block,
         f_bar: Factors,
         fresh: Factors,
-        gamma: ArrayLike,
-        lr: ArrayLike,
-        rho: ArrayLike,
+        gamma: Scalar,
+        lr: Scalar,
+        rho: Scalar,
         first: jax.Array,
     ) -> tuple[Cache, Operator]:
         """New factors: the cache for the steps to come, and the operator for this one."""
         ...
 
-    def between(self, block: Block, cache: Cache, gamma: ArrayLike, lr: ArrayLike) -> Operator:
+    def between(self, block: Block, cache: Cache, gamma: Scalar, lr: Scalar) -> Operator:
         r"""A step without a refresh, where :math:`B_k = F_k := \bar F_k`."""
         ...
 
@@ -128,14 +133,19 @@ class Linear:
 
     damping: Damping
 
+    @property
+    def is_linear(self) -> bool:
+        """True."""
+        return True
+
     def refresh(
         self,
         block: Block,
         f_bar: Factors,
         fresh: Factors,
-        gamma: ArrayLike,
-        lr: ArrayLike,
-        rho: ArrayLike,
+        gamma: Scalar,
+        lr: Scalar,
+        rho: Scalar,
         first: jax.Array,
     ) -> tuple[Cache, Operator]:
         """The inverse of the new average, for this step and the next."""
@@ -143,7 +153,7 @@ class Linear:
         cache = self.damping.invert(block, f_bar, gamma)
         return cache, self.between(block, cache, gamma, lr)
 
-    def between(self, block: Block, cache: Cache, gamma: ArrayLike, lr: ArrayLike) -> Operator:
+    def between(self, block: Block, cache: Cache, gamma: Scalar, lr: Scalar) -> Operator:
         """The cached inverse."""
         del lr
         return Operator(
@@ -164,14 +174,19 @@ class Exact:
 
     damping: Factored = dataclasses.field(default_factory=Factored)
 
+    @property
+    def is_linear(self) -> bool:
+        """False."""
+        return False
+
     def refresh(
         self,
         block: Block,
         f_bar: Factors,
         fresh: Factors,
-        gamma: ArrayLike,
-        lr: ArrayLike,
-        rho: ArrayLike,
+        gamma: Scalar,
+        lr: Scalar,
+        rho: Scalar,
         first: jax.Array,
     ) -> tuple[Cache, Operator]:
         """The basis for this step, the inverse it contains for the next."""
@@ -182,15 +197,15 @@ class Exact:
         return block.pencil_inverse(basis), Operator(
             solve=lambda h: block.pencil_solve(basis, h, lr),
             pull=lambda h, v: block.multiply(damped, v),
-            contraction=1 - 1 / (1 + largest),
+            contraction=jnp.asarray(1 - 1 / (1 + largest)),
         )
 
-    def between(self, block: Block, cache: Cache, gamma: ArrayLike, lr: ArrayLike) -> Operator:
+    def between(self, block: Block, cache: Cache, gamma: Scalar, lr: Scalar) -> Operator:
         """The cached inverse, scaled."""
         return Operator(
             solve=lambda h: self.damping.solve(block, cache, h, gamma) / (1 + lr),
             pull=lambda h, v: h / (1 + lr),
-            contraction=lr / (1 + lr) * jnp.ones(()),
+            contraction=jnp.asarray(lr / (1 + lr), float),
         )
 
 
@@ -208,14 +223,19 @@ class Reweighted:
 
     damping: Damping
 
+    @property
+    def is_linear(self) -> bool:
+        """False."""
+        return False
+
     def refresh(
         self,
         block: Block,
         f_bar: Factors,
         fresh: Factors,
-        gamma: ArrayLike,
-        lr: ArrayLike,
-        rho: ArrayLike,
+        gamma: Scalar,
+        lr: Scalar,
+        rho: Scalar,
         first: jax.Array,
     ) -> tuple[Cache, Operator]:
         """The reweighted inverse for this step, the average's for the next."""
@@ -230,10 +250,10 @@ class Reweighted:
             contraction=jnp.where(first, plain.contraction, bound),
         )
 
-    def between(self, block: Block, cache: Cache, gamma: ArrayLike, lr: ArrayLike) -> Operator:
+    def between(self, block: Block, cache: Cache, gamma: Scalar, lr: Scalar) -> Operator:
         """The cached inverse of the average, with its factors scaled by ``1 + lr``."""
         return Operator(
             solve=lambda h: self.damping.solve(block, cache, h, gamma, 1 + lr),
             pull=lambda h, v: h / (1 + lr),
-            contraction=lr / (1 + lr) * jnp.ones(()),
+            contraction=jnp.asarray(lr / (1 + lr), float),
         )

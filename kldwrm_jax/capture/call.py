@@ -1,0 +1,44 @@
+"""A call of a model as a pytree: what changes with the batch, and what is part of the program."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+
+def _is_static(leaf: Any) -> bool:
+    return isinstance(leaf, bool | str) or callable(leaf)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Arguments of ``model.apply`` other than the parameters.
+
+    Python bools, strings, None and callables among the arguments belong to the tree's structure;
+    everything else is a leaf.
+    """
+
+    args: tuple
+    kwargs: Mapping[str, Any]
+    variables: Mapping[str, Any]
+    rngs: Mapping[str, jax.Array] | jax.Array | None
+
+    def tree_flatten(self) -> tuple[tuple, tuple]:
+        """Leaves of the arguments that are arrays, then the other fields."""
+        leaves, treedef = jax.tree.flatten((self.args, dict(self.kwargs)))
+        static = tuple((i, leaf) for i, leaf in enumerate(leaves) if _is_static(leaf))
+        arrays = [leaf for leaf in leaves if not _is_static(leaf)]
+        return (arrays, self.variables, self.rngs), (treedef, static)
+
+    @classmethod
+    def tree_unflatten(cls, aux: tuple, children: tuple) -> "Call":
+        """The call again, whatever its leaves have become."""
+        treedef, static = aux
+        arrays, variables, rngs = children
+        leaves = list(arrays)
+        for i, leaf in static:
+            leaves.insert(i, leaf)
+        args, kwargs = jax.tree.unflatten(treedef, leaves)
+        return cls(args, kwargs, variables, rngs)

@@ -1,0 +1,162 @@
+"""``instrument``: a model, a likelihood and an example call, made ready for natural gradients."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from kldwrm_jax.arguments import check_choice, check_count
+from kldwrm_jax.capture.call import Call
+from kldwrm_jax.capture.linen import LinenModel, survey
+from kldwrm_jax.capture.linen_layers import Options
+from kldwrm_jax.capture.oracle import Oracle
+from kldwrm_jax.curvature import Layers
+from kldwrm_jax.likelihoods import Likelihood
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Instrumented:
+    """A model whose layers are known. Made by :func:`instrument`.
+
+    ``layers`` is the table of curvature blocks, which optimizers are built from; ``likelihood`` is
+    what the outputs mean; ``oracle`` binds parameters and a batch.
+    """
+
+    layers: Layers
+    likelihood: Likelihood
+    fisher: str
+    model: LinenModel
+
+    def oracle(
+        self,
+        params: Any,
+        *args: Any,
+        targets: Any = None,
+        key: jax.Array | None = None,
+        weights: jax.Array | None = None,
+        variables: Mapping[str, Any] | None = None,
+        rngs: Mapping[str, jax.Array] | jax.Array | None = None,
+        **kwargs: Any,
+    ) -> Oracle:
+        """Binds parameters and a batch; computes nothing until it is asked.
+
+        Args:
+          params: the model's ``params``.
+          *args: the batch, as ``model.apply`` takes it.
+          targets: labels; needed by ``fisher="empirical"`` and by ``oracle.loss``.
+          key: a PRNG key; needed by ``fisher="sampled"``.
+          weights: over the outputs' leading axes, 0 for padding: an example's or a token's. Layers
+            under a scan over time see an example's weights only, summed over its tokens. Every
+            layer must see the examples along the first axis of its input, so not under a ``vmap``
+            over examples.
+          variables: other collections, such as ``batch_stats``; they run mutable and their updates
+            are dropped.
+          rngs: as in ``model.apply``. The same masks serve every question to this oracle.
+          **kwargs: keyword arguments of the model. Python bools, strings, None and callables among
+            the arguments are part of the oracle's structure, not leaves.
+
+        Returns:
+          An :class:`~kldwrm_jax.capture.oracle.Oracle`, for ``tx.update(..., oracle=oracle)``.
+        """
+        if weights is not None:
+            weights = jnp.asarray(weights, float)
+        call = Call(args, kwargs, variables or {}, rngs)
+        return Oracle(self.model, self.likelihood, self.fisher, params, call, targets, key, weights)
+
+
+def instrument(
+    model: nn.Module,
+    likelihood: Likelihood,
+    *args: Any,
+    fisher: str = "sampled",
+    bias: str = "joint",
+    sharing: str = "expand",
+    uncovered: str = "diagonal",
+    max_factor: int = 4096,
+    output: Callable[[Any], jax.Array] | None = None,
+    variables: Mapping[str, Any] | None = None,
+    rngs: Mapping[str, jax.Array] | jax.Array | None = None,
+    **kwargs: Any,
+) -> Instrumented:
+    r"""Finds a Flax model's layers and says which curvature each of them gets.
+
+    The model is traced with shapes alone and is not changed. Dense, DenseGeneral (and so
+    attention), Einsum, Conv and ConvTranspose, recurrent cells and Embed get Kronecker blocks
+    :math:`A \otimes G`; normalisations get diagonal blocks of squared per-example gradients. Every
+    other parameter gets, by ``uncovered``, an error or a diagonal block, the square of the gradient
+    of :math:`\sum_n \epsilon_n \sqrt{w_n/W}\, \ell_n` with random signs :math:`\epsilon`, an
+    unbiased but noisy estimate of the Fisher's diagonal. ``print(net.layers)`` shows it all.
+
+    Args:
+      model: a Flax Linen module.
+      likelihood: what the outputs mean, such as :class:`~kldwrm_jax.Categorical`.
+      *args: an example call of the model: arrays or ``jax.ShapeDtypeStruct``. Only shapes matter,
+        and the batch size may differ later.
+      fisher: ``"sampled"`` (labels drawn from the model: the Fisher of the paper's definition),
+        ``"empirical"`` (the data's labels) or ``"exact"`` (the full expectation).
+      bias: ``"joint"`` (kernel and bias in one block) or ``"separate"``.
+      sharing: ``"expand"`` (every place where weights are shared is a sample) or ``"reduce"``
+        (inputs are averaged, output gradients summed over the axes after the first). Embed always
+        expands.
+      uncovered: ``"diagonal"`` or ``"error"``, for parameters that no rule covers.
+      max_factor: a side of a block that is larger is kept as its diagonal.
+      output: picks what the likelihood sees from what the model returns.
+      variables: the model's variables, or their shapes, if ``model.init`` cannot be called with
+        these arguments.
+      rngs: keys by name, if the model needs others than ``params`` and ``dropout``.
+      **kwargs: keyword arguments of the example call.
+
+    Returns:
+      An object with ``layers``, ``oracle`` and ``likelihood``.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> import kldwrm_jax as kw
+      >>> model = nn.Sequential([nn.Dense(8), nn.tanh, nn.Dense(3)])
+      >>> x, y = jnp.ones((4, 5)), jnp.array([0, 1, 2, 0])
+      >>> net = kw.instrument(model, kw.Categorical(), x)
+      >>> print(net.layers)
+      ┌──────────┬──────────┬────────────┬─────────────────┬────────┐
+      │ layer    │ kind     │ parameters │ factors         │  state │
+      ├──────────┼──────────┼────────────┼─────────────────┼────────┤
+      │ layers_0 │ Dense    │         48 │ (6, 6) x (8, 8) │  800 B │
+      │ layers_2 │ Dense    │         27 │ (9, 9) x (3, 3) │  720 B │
+      ├──────────┼──────────┼────────────┼─────────────────┼────────┤
+      │ total    │ 2 blocks │         75 │                 │ 1.5 kB │
+      └──────────┴──────────┴────────────┴─────────────────┴────────┘
+      >>> params = model.init(jax.random.key(0), x)["params"]
+      >>> oracle = net.oracle(params, x, targets=y, key=jax.random.key(1))
+      >>> a, g = oracle.factors()["layers_0"]
+      >>> a.shape, g.shape
+      ((6, 6), (8, 8))
+
+    References:
+      Martens, Grosse, `Optimizing Neural Networks with Kronecker-factored Approximate Curvature
+      <https://arxiv.org/abs/1503.05671>`_, 2015; Eschenhagen et al., `Kronecker-Factored
+      Approximate Curvature for Modern Neural Network Architectures
+      <https://arxiv.org/abs/2311.00636>`_, 2023 (``sharing``).
+    """
+    check_choice("fisher", fisher, ("sampled", "empirical", "exact"))
+    check_choice("bias", bias, ("joint", "separate"))
+    check_choice("sharing", sharing, ("expand", "reduce"))
+    check_choice("uncovered", uncovered, ("diagonal", "error"))
+    check_count("max_factor", max_factor)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a flax.linen.Module, got {type(model).__name__}")
+    if not isinstance(likelihood, Likelihood):
+        raise ValueError(
+            f"likelihood must implement kldwrm_jax.Likelihood, as kldwrm_jax.Categorical() does, "
+            f"got {likelihood!r}"
+        )
+    call = Call(args, kwargs, variables or {}, rngs)
+    seen = survey(model, output, Options(bias, sharing, max_factor), call)
+    if uncovered == "error" and seen.uncovered:
+        notes = "; ".join(f"{path} ({seen.layers[path].note})" for path in seen.uncovered)
+        raise ValueError(
+            f"uncovered='error' and no rule covers {notes}. Pass uncovered='diagonal' to give them "
+            f"diagonal blocks, or train them with another optimizer through optax.partition"
+        )
+    return Instrumented(seen.layers, likelihood, fisher, seen)
