@@ -3,14 +3,30 @@
 from kldwrm_jax import capture, curvature, wake
 from kldwrm_jax.capture import instrument
 from kldwrm_jax.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from kldwrm_jax.optimizers import (
+    Inverse,
+    TrainState,
+    diagnostics,
+    kfac,
+    q_kldwrm,
+    qe_kldwrm,
+    so_kldwrm,
+)
 
 __all__ = [
     "Bernoulli",
     "Categorical",
     "Gaussian",
+    "Inverse",
     "Likelihood",
+    "TrainState",
     "capture",
     "curvature",
+    "diagnostics",
     "instrument",
+    "kfac",
+    "q_kldwrm",
+    "qe_kldwrm",
+    "so_kldwrm",
     "wake",
 ]

@@ -1,0 +1,291 @@
+r"""The step that all members share, as an Optax transform.
+
+With :math:`\mathrm{lr} = 1/\lambda_k` and everything scaled by it (see :mod:`kldwrm_jax.wake`):
+
+.. math::
+   h &= \mathrm{lr}\, \nabla M_k(0) + R_k \\
+   v &= [\bar F_k + \mathrm{lr}\, B_k]^{-1} (h + \mathrm{lr}\, \gamma_{wd}\, \theta_k) \\
+   s &= -\mathrm{clip}(v) \\
+   R_{k+1} &= \rho\,(R_k + \bar F_k s_k)
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from kldwrm_jax import wake
+from kldwrm_jax.arguments import check_decay, check_non_negative, check_positive
+from kldwrm_jax.capture import Oracle
+from kldwrm_jax.curvature import LayerBlock, Layers, Solver, per_block
+from kldwrm_jax.optimizers.clipping import block_clip_factors, kl_clip_factor
+from kldwrm_jax.optimizers.exact_kl import ExactKL
+from kldwrm_jax.optimizers.refresh import Curvature, Inverse, Refresh
+from kldwrm_jax.optimizers.state import KLDWRMState, new_monitor
+from kldwrm_jax.paths import Leaves, leaves_by_path, replace_leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    r"""One member of the family: its model, its solver, its wake. See ``family.py``.
+
+    Args:
+      layers: the model's curvature blocks.
+      learning_rate: :math:`1/\lambda`, a number or a schedule.
+      rho: decay of the average and of the wake.
+      damping: :math:`\gamma`.
+      solver: the linear algebra of the member's model.
+      refresh_every: steps between two refreshes of the statistics.
+      inverse: how and when the statistics are inverted.
+      kl_clip: limit of the whole step's quadratic divergence, or None.
+      block_clip: limit of every parameter's root mean square, in units of the rate, or None.
+      weight_decay: joins the effective gradient, preconditioned but not remembered.
+      wake: ``"proposed"``, ``"taken"``, or None for K-FAC, which needs none.
+      nu: momentum of the linear model.
+      exact_kl: QE's inner problem, or None.
+    """
+
+    layers: Layers
+    learning_rate: Any
+    rho: Any
+    damping: Any
+    solver: Solver
+    refresh_every: Any
+    inverse: Inverse
+    kl_clip: Any
+    block_clip: Any
+    weight_decay: Any
+    wake: str | None
+    nu: Any = 0.0
+    exact_kl: ExactKL | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, Layers):
+            raise ValueError(
+                f"layers must be net.layers of net = kldwrm_jax.instrument(...), got "
+                f"{type(self.layers).__name__}"
+            )
+        if not callable(self.learning_rate):
+            check_non_negative("learning_rate", self.learning_rate)
+        check_decay("nu", self.nu)
+        check_non_negative("weight_decay", self.weight_decay)
+        for name, limit in (("kl_clip", self.kl_clip), ("block_clip", self.block_clip)):
+            if limit is not None:
+                check_positive(name, limit)
+        _ = self.refresh  # checks its own arguments
+
+    @property
+    def refresh(self) -> Refresh:
+        """When and how this member's curvature is computed anew."""
+        wants_b = self.exact_kl is not None
+        return Refresh(
+            self.solver, self.damping, self.rho, self.refresh_every, self.inverse, wants_b
+        )
+
+    def transform(self) -> optax.GradientTransformationExtraArgs:
+        """The member as an Optax transform."""
+        return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+    def init(self, params: optax.Params) -> KLDWRMState:
+        """A state before the first step; its blocks are those of ``layers``."""
+        self.layers.active(leaves_by_path(params))
+        factors, inverses = self.refresh.init(self.layers)
+
+        def like_params() -> optax.Updates:
+            return jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), float), params)
+
+        remembers = self.wake is not None
+        return KLDWRMState(
+            count=jnp.zeros((), jnp.int32),
+            factors=factors,
+            inverses=inverses,
+            g_prev=like_params() if remembers else None,
+            g_hat=like_params() if remembers else None,
+            pull=like_params() if remembers else None,
+            momentum=like_params() if remembers and not _is_zero(self.nu) else None,
+            history=None if self.exact_kl is None else self.exact_kl.empty(params),
+            monitor=new_monitor(),
+        )
+
+    def update(
+        self,
+        updates: optax.Updates,
+        state: KLDWRMState,
+        params: optax.Params | None = None,
+        *,
+        oracle: Oracle | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, KLDWRMState]:
+        """One step; ``oracle`` is the batch's ``net.oracle(...)``, the update the step itself."""
+        del extra_args
+        if oracle is None:
+            raise ValueError(
+                "update needs the batch's curvature: tx.update(grads, state, params, "
+                "oracle=net.oracle(params, x, ...)). With a flax TrainState use "
+                "kldwrm_jax.TrainState, whose apply_gradients(grads=grads, oracle=oracle) "
+                "forwards it"
+            )
+        theta = self._theta(params)
+        g = optax.tree.cast(leaves_by_path(updates), float)
+        blocks = self.layers.active(g)
+        if not blocks:  # all is masked
+            return updates, state
+        lr, rho = self._rate(state.count), jnp.asarray(self.rho, float)
+
+        m = self._model_gradient(g, state)
+        pull = leaves_by_path(state.pull) if self.wake else optax.tree.zeros_like(m)
+        h = wake.effective_gradient(lr, m, pull)
+        rhs = h
+        if not _is_zero(self.weight_decay):
+            decay = lr * jnp.asarray(self.weight_decay, float)
+            rhs = {path: x + decay * theta[path].astype(x.dtype) for path, x in h.items()}
+
+        curvature, direction = self.refresh(blocks, state, oracle, g, h, rhs, lr)
+        size = optax.tree.vdot(direction.v, rhs)
+        # What is not finite in gradient, pull or direction is not finite in their product.
+        finite = jnp.isfinite(size)
+        refreshes = state.monitor.refreshes + curvature.refreshed
+        taken = finite & (refreshes > 0)
+
+        s, kl_factor, block_factor = self._clipped(direction.v, size, lr)
+        last = state.monitor._replace(
+            kl_clip=kl_factor,
+            block_clip=block_factor,
+            contraction=rho * direction.contraction,
+            wake_ratio=jnp.sqrt(optax.tree.vdot(pull, pull))
+            / _or_one(lr * jnp.sqrt(optax.tree.vdot(m, m))),
+        )
+        new: dict[str, Any] = {"count": optax.safe_increment(state.count)}
+        if self.exact_kl is not None:
+            history = self.exact_kl.push(state.history, params, state.count, taken)
+            s, before, after = self._exact_step(
+                s, g, blocks, curvature, state, oracle, params, history, lr, rho, taken
+            )
+            last = last._replace(objective_before=before, objective_after=after)
+            state = state._replace(history=history)
+        if self.wake is not None:
+            fisher_step = jax.tree.map(jnp.negative, direction.pulled)
+            if self.wake == "taken":
+                fisher_step = self.refresh.multiply(blocks, curvature.factors, s)
+            new |= {
+                "g_prev": replace_leaves(state.g_prev, g),
+                "g_hat": replace_leaves(state.g_hat, wake.unscaled(lr, h, m)),
+                "pull": replace_leaves(state.pull, wake.remember(rho, pull, fisher_step)),
+            }
+        if state.momentum is not None:
+            new["momentum"] = replace_leaves(state.momentum, m)
+
+        new["monitor"] = last
+        old = {name: getattr(state, name) for name in new}
+        kept = optax.tree.where(taken, new, old)
+        kept["monitor"] = kept["monitor"]._replace(
+            refreshes=refreshes,
+            rejected_refreshes=state.monitor.rejected_refreshes + curvature.rejected,
+            rejected_steps=state.monitor.rejected_steps + ~finite,
+        )
+        step = {path: jnp.where(taken, x, 0) for path, x in s.items()}
+        return _like(updates, step), state._replace(
+            factors=curvature.factors, inverses=curvature.inverses, **kept
+        )
+
+    def _model_gradient(self, g: Leaves, state: KLDWRMState) -> Leaves:
+        if state.momentum is None:
+            return g
+        return wake.linear_model(jnp.asarray(self.nu, float), leaves_by_path(state.momentum), g)
+
+    def _clipped(
+        self, v: Leaves, size: jax.Array, lr: jax.Array
+    ) -> tuple[Leaves, jax.Array, jax.Array]:
+        """``-v``, clipped; each factor is computed from the unclipped direction."""
+        kl_factor, block_factor = jnp.ones((), float), jnp.ones((), float)
+        s = jax.tree.map(jnp.negative, v)
+        if self.kl_clip is not None:
+            kl_factor = kl_clip_factor(jnp.asarray(self.kl_clip, float), size)
+            s = {path: kl_factor * x for path, x in s.items()}
+        if self.block_clip is not None:
+            factors = self._block_factors(v, lr)
+            s = {path: factors[path] * x for path, x in s.items()}
+            block_factor = jnp.min(jnp.stack([jnp.min(x) for x in factors.values()]))
+        return s, kl_factor, block_factor
+
+    def _block_factors(self, v: Leaves, lr: jax.Array) -> Leaves:
+        tau = jnp.asarray(self.block_clip, float)
+        return block_clip_factors(tau, lr, v, self.layers.parameters)
+
+    def _exact_step(
+        self,
+        s: Leaves,
+        g: Leaves,
+        blocks: list[LayerBlock],
+        curvature: Curvature,
+        state: KLDWRMState,
+        oracle: Oracle,
+        params: optax.Params,
+        history: optax.Params,
+        lr: jax.Array,
+        rho: jax.Array,
+        taken: jax.Array,
+    ) -> tuple[Leaves, jax.Array, jax.Array]:
+        """The Q step, improved on the exact divergence once the buffer is full."""
+        exact, b = self.exact_kl, curvature.b
+        assert exact is not None
+        assert b is not None
+
+        def clip(gradient: Leaves) -> Leaves:
+            if self.block_clip is None:
+                return gradient
+            factors = self._block_factors(gradient, lr)
+            return {path: factors[path] * x for path, x in gradient.items()}
+
+        def improve() -> tuple[Leaves, jax.Array, jax.Array]:
+            return exact.solve(
+                s,
+                g=g,
+                multiply_b=lambda x: per_block(
+                    blocks, lambda block, v: block.block.multiply(b[block.name], v), x
+                ),
+                lr=lr,
+                rho=rho,
+                clip=clip,
+                oracle=oracle,
+                params=params,
+                history=history,
+                count=state.count,
+            )
+
+        full = taken & (state.count >= exact.capacity - 1)
+        zero = jnp.zeros((), float)
+        better, before, after = jax.lax.cond(full, improve, lambda: (s, zero, zero))
+        # Where the inner solver diverges, the Q step stands.
+        finite = jnp.isfinite(optax.tree.vdot(better, better))
+        return optax.tree.where(finite, better, s), before, after
+
+    def _rate(self, count: jax.Array) -> jax.Array:
+        rate = self.learning_rate
+        return jnp.asarray(rate(count) if callable(rate) else rate, float)
+
+    def _theta(self, params: optax.Params | None) -> Leaves:
+        if params is not None:
+            return leaves_by_path(params)
+        if not _is_zero(self.weight_decay) or self.exact_kl is not None:
+            raise ValueError(
+                "update needs the parameters for weight decay and for QE: "
+                "tx.update(grads, state, params, oracle=oracle)"
+            )
+        return {}
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, int | float) and value == 0
+
+
+def _or_one(x: jax.Array) -> jax.Array:
+    return jnp.where(x > 0, x, 1)
+
+
+def _like(updates: optax.Updates, leaves: Leaves) -> optax.Updates:
+    """Leaves in the structure and types of the gradients."""
+    types = {path: jnp.asarray(x).dtype for path, x in leaves_by_path(updates).items()}
+    return replace_leaves(updates, {path: leaves[path].astype(types[path]) for path in types})

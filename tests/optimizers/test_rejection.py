@@ -1,0 +1,196 @@
+"""What is not finite never reaches the parameters, and `diagnostics` says so."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+import small_nets
+
+import kldwrm_jax as kw
+
+COMMON = {"learning_rate": 0.3, "refresh_every": 2}
+MAKE = {
+    "kfac": (kw.kfac, COMMON),
+    "so": (kw.so_kldwrm, COMMON | {"nu": 0.1}),
+    "q": (kw.q_kldwrm, COMMON),
+    "qe": (kw.qe_kldwrm, COMMON | {"capacity": 2, "inner_steps": 2, "kl_scale": 0.5}),
+    "so, every step": (kw.so_kldwrm, COMMON | {"refresh_every": 1, "wake": "taken"}),
+    "q, reweighted, inverted seldom": (
+        kw.q_kldwrm,
+        COMMON | {"solver": "reweighted", "inverse": kw.Inverse(every=4)},
+    ),
+}
+
+
+class Training:
+    """A member that trains; gradients and the oracle's batch can be poisoned, each by itself."""
+
+    def __init__(self, name, problem, tx):
+        self.name, self.problem, self.tx = name, problem, tx
+
+        @small_nets.jit
+        def step(params, state, k, in_gradient, in_statistics):
+            oracle = problem.oracle(params, k)
+            grads = jax.grad(oracle.loss)(params)
+            grads["last"]["kernel"] = grads["last"]["kernel"].at[0, 0].add(in_gradient)
+            x = oracle.call.args[0]
+            call = dataclasses.replace(oracle.call, args=(x.at[0, 0].add(in_statistics),))
+            poisoned = dataclasses.replace(oracle, call=call)
+            updates, state = tx.update(grads, state, params, oracle=poisoned)
+            return optax.apply_updates(params, updates), state, updates
+
+        self.step = step
+
+    def start(self):
+        return self.problem.params, self.tx.init(self.problem.params)
+
+    def go(self, params, state, ks, in_gradient=0.0, in_statistics=0.0):
+        for k in ks:
+            params, state, _ = self.step(params, state, k, in_gradient, in_statistics)
+        return params, state
+
+
+@pytest.fixture(scope="module")
+def trainings():
+    problem = small_nets.problem(norm=False)
+    return {
+        name: Training(name, problem, make(problem.layers, **arguments))
+        for name, (make, arguments) in MAKE.items()
+    }
+
+
+@pytest.fixture(params=MAKE)
+def training(request, trainings):
+    return trainings[request.param]
+
+
+def assert_same(got, expected):
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def assert_close(got, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
+
+
+def assert_finite(params, state):
+    """QE's objectives apart: they tell of an inner solver that diverged."""
+    told = state.monitor._replace(objective_before=None, objective_after=None)
+    everything = params, state._replace(monitor=told)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(everything))
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("at", [0, 1, 4], ids=["first", "between", "refresh"])
+def test_a_bad_gradient_gives_a_zero_update_and_an_unchanged_state(training, poison, at):
+    before = training.go(*training.start(), range(at))
+    params, state, updates = training.step(*before, at, poison, 0.0)
+    assert not any(x.any() for x in jax.tree.leaves(updates))
+    assert_same(params, before[0])
+    assert_same(state._replace(monitor=None), before[1]._replace(monitor=None))
+    told, previously = kw.diagnostics(state), kw.diagnostics(before[1])
+    assert told["rejected_steps"] == previously["rejected_steps"] + 1
+    for counter in ("steps", "refreshes", "rejected_refreshes"):
+        assert told[counter] == previously[counter]
+    assert_finite(params, state)
+    # Afterwards all is as if it had not happened.
+    clean, poisoned = (training.go(*x, [at, at + 1])[0] for x in (before, (params, state)))
+    assert_same(poisoned, clean)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_bad_statistics_leave_the_last_good_inverse_in_use(training, poison):
+    before = training.go(*training.start(), range(4))
+    params, state, updates = training.step(*before, 4, 0.0, poison)
+    assert_finite(params, state)
+    assert any(x.any() for x in jax.tree.leaves(updates))
+    assert_same(state.factors, before[1].factors)
+    assert_same(state.inverses, before[1].inverses)
+    told, previously = kw.diagnostics(state), kw.diagnostics(before[1])
+    assert told["rejected_refreshes"] == 1
+    assert told["refreshes"] == previously["refreshes"]
+    assert told["rejected_steps"] == 0
+    assert told["steps"] == 5
+
+    # The step is that of a step without a refresh, with the same gradient.
+    if training.name in ("kfac", "so", "q"):
+        grads, _ = training.problem.measure(before[0], 4)
+        later = before[1]._replace(count=before[1].count + 1)  # no refresh is due
+        oracle = training.problem.oracle(before[0], 4)
+        expected, _ = small_nets.jit(training.tx.update)(grads, later, before[0], oracle=oracle)
+        assert_close(updates, expected)
+
+    # The next good refresh is taken.
+    params, state = training.go(params, state, range(5, 9))
+    assert_finite(params, state)
+    told = kw.diagnostics(state)
+    assert told["rejected_refreshes"] == 1
+    assert told["refreshes"] > previously["refreshes"]
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), state.factors, before[1].factors)
+    assert max(jax.tree.leaves(moved)) > 0
+
+
+def test_nothing_moves_before_the_first_good_refresh_and_then_all_is_normal(training):
+    start = training.start()
+    params, state = training.go(*start, [0, 0, 0], in_statistics=np.nan)
+    assert_same(params, start[0])
+    assert_finite(params, state)
+    told = kw.diagnostics(state)
+    assert told["rejected_refreshes"] == 3
+    assert told["refreshes"] == told["steps"] == 0
+    assert_same(state._replace(monitor=None), start[1]._replace(monitor=None))
+    late, prompt = training.go(params, state, range(4)), training.go(*start, range(4))
+    assert_same(late[0], prompt[0])
+    assert kw.diagnostics(late[1])["refreshes"] == kw.diagnostics(prompt[1])["refreshes"]
+
+
+def test_a_run_of_poisoned_batches_stays_finite_and_recovers(training):
+    rng = np.random.default_rng(0)
+    params, state = training.start()
+    for k in range(30):
+        in_gradient, in_statistics = rng.choice([0.0, 0.0, 0.0, np.nan, np.inf], size=2)
+        params, state = training.go(params, state, [k], in_gradient, in_statistics)
+        assert_finite(params, state)
+    told = kw.diagnostics(state)
+    assert told["rejected_steps"] > 3
+    assert told["rejected_refreshes"] > 0
+    assert told["steps"] > 5
+    before = training.problem.oracle(params, 0).loss(training.problem.params)
+    assert training.problem.oracle(params, 0).loss(params) < before
+
+
+@pytest.mark.parametrize("size", [1e18, 1e30, 3e38])
+def test_a_huge_but_finite_gradient_does_not_jam_the_optimizer(training, size):
+    """Float32 may overflow on the way: the step is refused, and the next ones are taken."""
+    before = training.go(*training.start(), range(2))
+    params, state = training.go(*before, [2], in_gradient=size)
+    assert_finite(params, state)
+    params, state = training.go(params, state, range(3, 300))
+    assert_finite(params, state)
+    assert kw.diagnostics(state)["steps"] > 290
+
+
+def test_a_singular_block_without_damping_is_refused():
+    """A constant input makes a singular factor; with no damping there is no inverse."""
+    problem = small_nets.problem(norm=False)
+    zeros = dataclasses.replace(problem, x=np.zeros_like(problem.x))
+    tx = kw.q_kldwrm(problem.layers, 0.1, damping=0.0)
+    params, state = small_nets.jit(zeros.step(tx))(problem.params, tx.init(problem.params), 0)
+    assert_same(params, problem.params)
+    assert kw.diagnostics(state)["rejected_refreshes"] == 1
+    assert kw.diagnostics(state)["steps"] == 0
+
+
+def test_a_diverging_inner_solver_leaves_the_q_step():
+    problem = small_nets.problem(kw.Gaussian(), norm=False)
+    common = {"learning_rate": 0.3, "refresh_every": 2}
+    tx = kw.qe_kldwrm(
+        problem.layers, capacity=1, omega=1e30, kl_scale=1e6, block_clip=None, **common
+    )
+    q = kw.q_kldwrm(problem.layers, block_clip=None, **common)
+    params, state = small_nets.jit(problem.step(tx))(problem.params, tx.init(problem.params), 0)
+    expected, _ = small_nets.jit(problem.step(q))(problem.params, q.init(problem.params), 0)
+    assert_close(params, expected)
+    assert_finite(params, state)
+    assert not np.isfinite(kw.diagnostics(state)["objective_after"])
