@@ -228,7 +228,7 @@ def table(layers: Layers) -> str:
     ]
     total = (
         "total",
-        f"{len(layers)} blocks",
+        f"{len(layers)} block{'s' * (len(layers) != 1)}",
         f"{sum(block.size for block in layers):,}",
         "",
         _bytes(layers.state_bytes),
