@@ -12,10 +12,10 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 test: $(READY)  ## the default tests, on two workers
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: $(READY)  ## the slow tests too
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -2,14 +2,8 @@ import jax
 import numpy as np
 import pytest
 
-
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    """Most programs here run once, on tiny arrays: the time goes into compiling them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+# Most programs here run once, on tiny arrays: the time goes into compiling them.
+jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture

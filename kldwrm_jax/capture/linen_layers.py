@@ -278,15 +278,14 @@ def _conv(module: nn.Module, call: inspect.BoundArguments, options: Options) -> 
     channels, features = x.shape[-1], module.features
     places = math.prod(window)
     depth = channels // groups
-    # One output for every (channel, place): a convolution of each channel by itself.
-    units = np.tile(np.eye(places).reshape(*window, 1, places), channels)
-    cut = _patches(module, units, features=channels * places, feature_group_count=channels)
+    units = np.eye(places).reshape(*window, 1, places)
+    cut = _patches(module, units, features=places, feature_group_count=1)
     k = len(window)
     grouped = groups > 1
 
     def rows_of_inputs(a: jax.Array) -> jax.Array:
-        a = cut(a)
-        a = a.reshape(*a.shape[:-1], groups, depth, places)
+        a = jnp.moveaxis(cut(jnp.moveaxis(a, -1, 0)[..., None]), 0, -2)  # each channel by itself
+        a = a.reshape(*a.shape[:-2], groups, depth, places)
         a = jnp.swapaxes(a, -1, -2)  # (channel, place) to the kernel's (place, channel)
         return a.reshape(*a.shape[:-3], *((groups,) if grouped else ()), places * depth)
 

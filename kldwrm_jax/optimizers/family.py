@@ -68,7 +68,7 @@ def kfac(
       refresh_every: steps between two refreshes of factors and inverses.
       inverse: how and when inverses are made.
       kl_clip: scales the step :math:`s = -v` so that :math:`v'\bar F v` stays below this; None
-        turns it off.
+        turns it off. Low damping or a high rate make large first steps: try 0.01 then.
       weight_decay: times the parameters, is added to the gradient before it is preconditioned. The
         same as ``optax.add_decayed_weights`` before this in a chain, for K-FAC.
 
@@ -303,7 +303,10 @@ def qe_kldwrm(
 
     on the current batch, by ``inner_steps`` of SGD from the Q step, over the newest ``capacity``
     iterates (:math:`\theta_k` among them), kept in a ring buffer in the state. Until the buffer is
-    full the Q step is taken. The networks compared share dropout masks.
+    full, and where the inner solver diverges, the Q step is taken. The networks compared share
+    dropout masks and, where only some parameters are trained by this transform, the present values
+    of the others. :math:`B_k` is the fresh curvature at an inversion and the newest average
+    otherwise.
 
     Args:
       layers: ``net.layers`` of ``net = kldwrm_jax.instrument(model, likelihood, x)``.

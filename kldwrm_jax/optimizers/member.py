@@ -169,6 +169,8 @@ class Member:
             fisher_step = jax.tree.map(jnp.negative, direction.pulled)
             if self.wake == "taken":
                 fisher_step = self.refresh.multiply(blocks, curvature.factors, s)
+                finite &= jnp.isfinite(optax.tree.vdot(fisher_step, s))
+                taken &= finite
             new |= {
                 "g_prev": replace_leaves(state.g_prev, g),
                 "g_hat": replace_leaves(state.g_hat, wake.unscaled(lr, h, m)),

@@ -1,5 +1,6 @@
 """All four members match float64 runs of the paper author's solvers, parameter by parameter."""
 
+import functools
 import pathlib
 
 import flax.linen as nn
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import small_nets
 
 import kldwrm_jax as kw
 
@@ -77,7 +79,7 @@ def test_matches_the_authors_trajectory(member):
     tx = MEMBERS[member](net.layers)
     state = tx.init(params)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=small_nets.WELL)
     def step(params, state, x, y):
         oracle = net.oracle(params, x, targets=y)
         loss, grads = jax.value_and_grad(oracle.loss)(params)

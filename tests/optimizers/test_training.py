@@ -1,5 +1,7 @@
 """They optimise: where first-order methods crawl, and on real images."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -114,7 +116,7 @@ REFRESH = 5
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_a_small_cnn_learns_digits_in_six_epochs(name, digits):
-    """Sixty steps. Measured test accuracy: K-FAC 99.8 %, SO, Q and QE 99.1 %.
+    """Sixty steps. Measured test accuracy: K-FAC 99.6 %, SO 99.3 %, Q and QE 99.1 %.
 
     Over five seeds the first three lie between 98.2 % and 99.8 %.
     """
@@ -123,15 +125,17 @@ def test_a_small_cnn_learns_digits_in_six_epochs(name, digits):
     net = kw.instrument(model, kw.Categorical(), x[:BATCH])
     batches = len(x) // BATCH
     rate = optax.linear_schedule(0.1, 0.01, EPOCHS * batches)
-    inner = {"inner_steps": 3} if name == "qe" else {}
+    inner = {"inner_steps": 2, "capacity": 2} if name == "qe" else {}
     tx = MEMBERS[name](
         net.layers, rate, refresh_every=REFRESH, damping=1e-3, kl_clip=0.005, **inner
     )
     params = model.init(jax.random.key(0), x[:1])["params"]
     state = kw.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
-    # QE's inner steps are work enough for a program compiled well to pay.
-    @(jax.jit if name == "qe" else small_nets.jit)
+    # QE's inner steps are convolutions in a loop, which only pay if they are compiled well.
+    options = small_nets.WELL if name == "qe" else small_nets.QUICKLY
+
+    @functools.partial(jax.jit, compiler_options=options)
     def step(state, x, y, key):
         oracle = net.oracle(state.params, x, targets=y, key=key)
         grads = jax.grad(oracle.loss)(state.params)
