@@ -1,5 +1,6 @@
 import jax
 import numpy as np
+import precision
 import pytest
 
 # Most programs here run once, on tiny arrays: the time goes into compiling them.
@@ -9,10 +10,8 @@ jax.config.update("jax_disable_most_optimizations", True)
 @pytest.fixture
 def x64():
     """Float64 for the length of a test."""
-    before = jax.config.read("jax_enable_x64")
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
+    with precision.x64(True):
+        yield
 
 
 @pytest.fixture

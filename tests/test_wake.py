@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from kldwrm_jax import wake
-from kldwrm_jax.curvature import Dense, Exact, Factored, Kronecker, Linear, Product, average
+from kldwrm_jax.curvature import (
+    Dense,
+    Exact,
+    Factored,
+    Kronecker,
+    Linear,
+    Product,
+    Setting,
+    average,
+)
 
 DIM, STEPS = 4, 11
 CONSTANT = [0.3] * STEPS
@@ -58,12 +67,13 @@ def follow(
     model_gradient = pull = jnp.zeros_like(gradients[0])
     proposals, steps, pulls, g_hats = [], [], [], []
     for k, (g, lr) in enumerate(zip(gradients, lrs, strict=True)):
+        at = Setting(gamma, lr, rho, first=k == 0)
         if k % period == 0:
             f_bar = average(f_bar, refreshed[k // period], rho if k else 0.0)
             b = curvatures[k // period]
-            cache, operator = solver.refresh(block, f_bar, b, gamma, lr, rho, k == 0)
+            cache, operator = solver.refresh(block, f_bar, b, at)
         else:
-            operator = solver.between(block, cache, gamma, lr)
+            operator = solver.between(block, cache, at)
         model_gradient = wake.linear_model(nu, model_gradient, g)
         h = wake.effective_gradient(lr, model_gradient, pull)
         v = operator.solve(h)

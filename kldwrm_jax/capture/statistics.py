@@ -47,7 +47,7 @@ def observe(
     def backward(
         residuals: tuple[jax.Array, Probes, jax.Array | None], g: jax.Array
     ) -> tuple[jax.Array, None, Probes, None]:
-        inputs, probes, weights = residuals
+        inputs, probes, weights = jax.tree.map(jnp.asarray, residuals)  # some may be constants
         seen = statistic(inputs, g, weights)
         cotangents = {
             name: seen[name].reshape(probe.shape).astype(probe.dtype)

@@ -11,6 +11,7 @@ from kldwrm_jax.curvature.solvers import (
     Operator,
     Product,
     Reweighted,
+    Setting,
     Solver,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "Parameter",
     "Product",
     "Reweighted",
+    "Setting",
     "Solver",
     "average",
     "averaging_error",

@@ -11,7 +11,7 @@ so that nothing is divided by a learning rate that may be zero.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,15 @@ from kldwrm_jax.arguments import Scalar
 from kldwrm_jax.curvature.blocks import Block, Factors
 
 Cache = Any  # a pytree of arrays
+
+
+class Setting(NamedTuple):
+    """The numbers of one step."""
+
+    gamma: Scalar  # damping
+    lr: Scalar  # learning rate, 1 / lambda
+    rho: Scalar  # decay of the average
+    first: jax.Array | bool  # whether a refresh is the first of all
 
 
 class Operator(NamedTuple):
@@ -94,32 +103,25 @@ class Factored:
 
 
 class Solver(Protocol):
-    r"""A member's linear algebra. ``fresh`` is :math:`B_k = F_k`, ``f_bar`` includes it already."""
+    r"""A member's linear algebra. ``fresh`` is :math:`B_k = F_k`, ``f_bar`` includes it already.
+
+    ``is_linear`` says that ``B = 0``: a refresh then has no operator of its own.
+    """
+
+    is_linear: ClassVar[bool]
 
     @property
     def damping(self) -> Damping:
         """How ``gamma`` is added."""
         ...
 
-    @property
-    def is_linear(self) -> bool:
-        """Whether ``B = 0``: then a refresh has no operator of its own."""
-        ...
-
     def refresh(
-        self,
-        block: Block,
-        f_bar: Factors,
-        fresh: Factors,
-        gamma: Scalar,
-        lr: Scalar,
-        rho: Scalar,
-        first: jax.Array,
+        self, block: Block, f_bar: Factors, fresh: Factors, at: Setting
     ) -> tuple[Cache, Operator]:
         """New factors: the cache for the steps to come, and the operator for this one."""
         ...
 
-    def between(self, block: Block, cache: Cache, gamma: Scalar, lr: Scalar) -> Operator:
+    def between(self, block: Block, cache: Cache, at: Setting) -> Operator:
         r"""A step without a refresh, where :math:`B_k = F_k := \bar F_k`."""
         ...
 
@@ -131,33 +133,21 @@ class Linear:
     The wake remembers :math:`\bar F \bar F^{-1} h = h`: nothing to multiply.
     """
 
+    is_linear: ClassVar[bool] = True
     damping: Damping
 
-    @property
-    def is_linear(self) -> bool:
-        """True."""
-        return True
-
     def refresh(
-        self,
-        block: Block,
-        f_bar: Factors,
-        fresh: Factors,
-        gamma: Scalar,
-        lr: Scalar,
-        rho: Scalar,
-        first: jax.Array,
+        self, block: Block, f_bar: Factors, fresh: Factors, at: Setting
     ) -> tuple[Cache, Operator]:
         """The inverse of the new average, for this step and the next."""
-        del fresh, rho, first
-        cache = self.damping.invert(block, f_bar, gamma)
-        return cache, self.between(block, cache, gamma, lr)
+        del fresh
+        cache = self.damping.invert(block, f_bar, at.gamma)
+        return cache, self.between(block, cache, at)
 
-    def between(self, block: Block, cache: Cache, gamma: Scalar, lr: Scalar) -> Operator:
+    def between(self, block: Block, cache: Cache, at: Setting) -> Operator:
         """The cached inverse."""
-        del lr
         return Operator(
-            solve=lambda h: self.damping.solve(block, cache, h, gamma, 1.0),
+            solve=lambda h: self.damping.solve(block, cache, h, at.gamma, 1.0),
             pull=lambda h, v: h,
             contraction=jnp.zeros(()),
         )
@@ -172,40 +162,28 @@ class Exact:
     and :math:`\hat M = I / (1 + \mathrm{lr})`: no second decomposition.
     """
 
+    is_linear: ClassVar[bool] = False
     damping: Factored = dataclasses.field(default_factory=Factored)
 
-    @property
-    def is_linear(self) -> bool:
-        """False."""
-        return False
-
     def refresh(
-        self,
-        block: Block,
-        f_bar: Factors,
-        fresh: Factors,
-        gamma: Scalar,
-        lr: Scalar,
-        rho: Scalar,
-        first: jax.Array,
+        self, block: Block, f_bar: Factors, fresh: Factors, at: Setting
     ) -> tuple[Cache, Operator]:
         """The basis for this step, the inverse it contains for the next."""
-        del rho, first
-        damped = block.damp(f_bar, gamma)
+        damped = block.damp(f_bar, at.gamma)
         basis = block.pencil(damped, fresh)
-        largest = lr * block.pencil_norm(basis)
+        largest = at.lr * block.pencil_norm(basis)
         return block.pencil_inverse(basis), Operator(
-            solve=lambda h: block.pencil_solve(basis, h, lr),
+            solve=lambda h: block.pencil_solve(basis, h, at.lr),
             pull=lambda h, v: block.multiply(damped, v),
             contraction=jnp.asarray(1 - 1 / (1 + largest)),
         )
 
-    def between(self, block: Block, cache: Cache, gamma: Scalar, lr: Scalar) -> Operator:
+    def between(self, block: Block, cache: Cache, at: Setting) -> Operator:
         """The cached inverse, scaled."""
         return Operator(
-            solve=lambda h: self.damping.solve(block, cache, h, gamma) / (1 + lr),
-            pull=lambda h, v: h / (1 + lr),
-            contraction=jnp.asarray(lr / (1 + lr), float),
+            solve=lambda h: self.damping.solve(block, cache, h, at.gamma) / (1 + at.lr),
+            pull=lambda h, v: h / (1 + at.lr),
+            contraction=jnp.asarray(at.lr / (1 + at.lr), float),
         )
 
 
@@ -221,39 +199,28 @@ class Reweighted:
     :math:`\hat A \otimes \hat G \le (1 + \mathrm{lr}/(1-\rho))^2\, \bar A \otimes \bar G`.
     """
 
+    is_linear: ClassVar[bool] = False
     damping: Damping
 
-    @property
-    def is_linear(self) -> bool:
-        """False."""
-        return False
-
     def refresh(
-        self,
-        block: Block,
-        f_bar: Factors,
-        fresh: Factors,
-        gamma: Scalar,
-        lr: Scalar,
-        rho: Scalar,
-        first: jax.Array,
+        self, block: Block, f_bar: Factors, fresh: Factors, at: Setting
     ) -> tuple[Cache, Operator]:
         """The reweighted inverse for this step, the average's for the next."""
-        f_hat = jax.tree.map(lambda bar, new: bar + lr * new, f_bar, fresh)
-        now = self.damping.invert(block, f_hat, gamma)
-        cache = self.damping.invert(block, f_bar, gamma)
-        plain = self.between(block, cache, gamma, lr)
-        bound = 1 - 1 / (1 + lr / (1 - rho)) ** 2
+        f_hat = jax.tree.map(lambda bar, new: bar + at.lr * new, f_bar, fresh)
+        now = self.damping.invert(block, f_hat, at.gamma)
+        cache = self.damping.invert(block, f_bar, at.gamma)
+        plain = self.between(block, cache, at)
+        bound = 1 - 1 / (1 + at.lr / (1 - at.rho)) ** 2
         return cache, Operator(
-            solve=lambda h: self.damping.solve(block, now, h, gamma, 1.0),
-            pull=lambda h, v: jnp.where(first, plain.pull(h, v), block.multiply(f_bar, v)),
-            contraction=jnp.where(first, plain.contraction, bound),
+            solve=lambda h: self.damping.solve(block, now, h, at.gamma, 1.0),
+            pull=lambda h, v: jnp.where(at.first, plain.pull(h, v), block.multiply(f_bar, v)),
+            contraction=jnp.where(at.first, plain.contraction, bound),
         )
 
-    def between(self, block: Block, cache: Cache, gamma: Scalar, lr: Scalar) -> Operator:
+    def between(self, block: Block, cache: Cache, at: Setting) -> Operator:
         """The cached inverse of the average, with its factors scaled by ``1 + lr``."""
         return Operator(
-            solve=lambda h: self.damping.solve(block, cache, h, gamma, 1 + lr),
-            pull=lambda h, v: h / (1 + lr),
-            contraction=jnp.asarray(lr / (1 + lr), float),
+            solve=lambda h: self.damping.solve(block, cache, h, at.gamma, 1 + at.lr),
+            pull=lambda h, v: h / (1 + at.lr),
+            contraction=jnp.asarray(at.lr / (1 + at.lr), float),
         )

@@ -10,7 +10,7 @@ import optax
 
 from kldwrm_jax.arguments import check_count, check_decay, check_non_negative
 from kldwrm_jax.capture import Oracle
-from kldwrm_jax.curvature import LayerBlock, Layers, Operator, Solver, average, per_block
+from kldwrm_jax.curvature import LayerBlock, Layers, Operator, Setting, Solver, average, per_block
 from kldwrm_jax.curvature.blocks import Factors
 from kldwrm_jax.optimizers.state import KLDWRMState
 from kldwrm_jax.paths import Leaves
@@ -89,10 +89,11 @@ class Refresh:
 
     def init(self, layers: Layers) -> tuple[dict[str, Factors], dict[str, Any]]:
         """Factors and inverses before the first refresh."""
-        scalar, flag = jnp.zeros((), float), jnp.zeros((), bool)
+        scalar = jnp.zeros((), float)
+        at = Setting(scalar, scalar, scalar, jnp.zeros((), bool))
 
         def inverted(block: LayerBlock, f: Factors) -> Any:
-            return self.solver.refresh(block.block, f, f, scalar, scalar, scalar, flag)[0]
+            return self.solver.refresh(block.block, f, f, at)[0]
 
         factors, inverses = {}, {}
         for block in layers:
@@ -118,7 +119,7 @@ class Refresh:
         taken in: the last good ones stay.
         """
         rho, gamma = jnp.asarray(self.rho, float), jnp.asarray(self.damping, float)
-        first = state.monitor.refreshes == 0
+        at = Setting(gamma, lr, rho, first=state.monitor.refreshes == 0)
         no = jnp.zeros((), bool)
 
         def keep() -> Curvature:
@@ -130,7 +131,7 @@ class Refresh:
 
         def refresh() -> Curvature:
             fresh = optax.tree.cast(oracle.factors(), float)
-            weight = jnp.where(first, 0, rho)
+            weight = jnp.where(at.first, 0, rho)
             f_bar = dict(state.factors)
             for block in blocks:
                 f_bar[block.name] = average(state.factors[block.name], fresh[block.name], weight)
@@ -140,7 +141,7 @@ class Refresh:
                 inverses, operators = dict(state.inverses), {}
                 for block in blocks:
                     inverses[block.name], operators[block.name] = self.solver.refresh(
-                        block.block, f_bar[block.name], fresh[block.name], gamma, lr, rho, first
+                        block.block, f_bar[block.name], fresh[block.name], at
                     )
                 own = None if self.solver.is_linear else _direct(blocks, operators, h, rhs)
                 b = f_bar | {name: fresh[name] for name in operators} if self.wants_b else None
@@ -164,7 +165,7 @@ class Refresh:
             due = state.count % jnp.asarray(self.every, state.count.dtype) == 0
             curvature = jax.lax.cond(due, refresh, keep)
         operators = {
-            block.name: self.solver.between(block.block, curvature.inverses[block.name], gamma, lr)
+            block.name: self.solver.between(block.block, curvature.inverses[block.name], at)
             for block in blocks
         }
         direction = _direct(blocks, operators, h, rhs)

@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import precision
 import pytest
 from references import (
     Tape,
@@ -562,7 +563,7 @@ class Mixed(nn.Module):
 
 
 def test_bfloat16_compute_changes_no_layers_treatment():
-    with jax.enable_x64(False):
+    with precision.x64(False):
         tokens = np.random.default_rng(0).integers(0, 7, (4, 5))
         params = initialised(Mixed(), tokens)
         nets = [
@@ -578,7 +579,7 @@ def test_bfloat16_compute_changes_no_layers_treatment():
 
 
 def test_bfloat16_parameters_give_float32_factors():
-    with jax.enable_x64(False):
+    with precision.x64(False):
         model = nn.Sequential([nn.Dense(4, param_dtype=jnp.bfloat16), Gain(), nn.LayerNorm()])
         params = jax.tree.map(
             lambda leaf: leaf.astype(jnp.bfloat16), initialised(model, X.astype(np.float32))

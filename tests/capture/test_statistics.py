@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import precision
 import pytest
 
 from kldwrm_jax.capture.statistics import Lookup, MatrixProduct, Normalization, observe
@@ -174,7 +175,7 @@ def test_a_vmap_over_cotangents_counts_inputs_once_for_each(rng, product):
 
 
 def test_bfloat16_operands_are_summed_in_full(product):
-    with jax.enable_x64(False):
+    with precision.x64(False):
         a = jnp.ones((3000, 3), jnp.bfloat16)
         observation = product(bias="none")
         seen = collect(observation, a, jnp.ones((3000, 2), jnp.bfloat16))

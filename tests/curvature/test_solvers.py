@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from kldwrm_jax.curvature import Exact, Factored, Linear, Product, Reweighted
+from kldwrm_jax.curvature import Exact, Factored, Linear, Product, Reweighted, Setting
 
 GAMMA, LR = 0.05, 0.3
 DAMPING = {"product": Product(), "factored": Factored()}
@@ -22,8 +22,9 @@ def run(solver, block, f_bar, fresh, h, lr=LR, rho=0.5, first=False, gamma=GAMMA
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run(solver, block, f_bar, fresh, h, lr, rho, first, gamma):
-    cache, operator = solver.refresh(block, f_bar, fresh, gamma, lr, rho, first)
-    operators = operator, solver.between(block, cache, gamma, lr)
+    at = Setting(gamma, lr, rho, first)
+    cache, operator = solver.refresh(block, f_bar, fresh, at)
+    operators = operator, solver.between(block, cache, at)
     directions = [op.solve(h) for op in operators]
     return [(v, op.pull(h, v), op.contraction) for op, v in zip(operators, directions, strict=True)]
 

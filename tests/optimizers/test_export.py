@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax import export
 
 import kldwrm_jax as kw
 
@@ -41,7 +42,7 @@ def test_a_training_step_lowers_for_cuda_and_tpu_without_host_callbacks(member):
         updates, state = tx.update(grads, state, params, oracle=oracle)
         return optax.apply_updates(params, updates), state
 
-    exported = jax.export.export(jax.jit(step), platforms=["cuda", "tpu"])(params, state, x, y, 0)
+    exported = export.export(jax.jit(step), platforms=["cuda", "tpu"])(params, state, x, y, 0)
     assert exported.platforms == ("cuda", "tpu")
     calls = set(re.findall(r"custom_call @(\w+)", exported.mlir_module()))
     assert not {call for call in calls if "callback" in call.lower()}

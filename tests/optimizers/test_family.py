@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import precision
 import pytest
 import small_nets
 from dense_family import Inner, Member, factored
@@ -65,7 +66,7 @@ def assert_follows(problem, tx, member, rtol=1e-9):
 
 @pytest.fixture(scope="module")
 def small():
-    with jax.enable_x64(True):
+    with precision.x64(True):
         return small_nets.problem(dtype=jnp.float64)
 
 

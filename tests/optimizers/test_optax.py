@@ -9,12 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import precision
 import pytest
 import small_nets
 from flax import nnx
 from flax.core import FrozenDict, freeze
 
 import kldwrm_jax as kw
+
+as_pure = getattr(nnx, "as_pure", None) or nnx.pure  # its name before flax 0.12.7
 
 STEPS = 5
 SCHEDULE = optax.linear_schedule(0.3, 0.1, 4)
@@ -362,9 +365,9 @@ def test_a_state_made_for_nnx_params_takes_bare_arrays(name, runs, small):
     """As nnx.Optimizer does: init sees Param nodes, update sees bare arrays."""
     tx = runs[name].tx
     nodes = nnx.State(jax.tree.map(nnx.Param, small.params))
-    arrays = nnx.as_pure(nodes)
+    arrays = as_pure(nodes)
     oracle = small.oracle(small.params, 0)
-    state = nnx.as_pure(tx.init(nodes))
+    state = as_pure(tx.init(nodes))
     updates, after = jax.eval_shape(tx.update, arrays, state, arrays, oracle=oracle)
     assert jax.tree.structure(updates) == jax.tree.structure(arrays)
     assert shapes(after) == shapes(state)
@@ -472,7 +475,7 @@ def test_bfloat16_parameters_have_float32_curvature(name, runs, small):
 
 @each_member
 def test_float32_parameters_under_x64_have_float64_curvature(name, runs, small):
-    with jax.enable_x64(True):
+    with precision.x64(True):
         problem = small_nets.problem(norm=False)
         tx = member(name, problem.layers)
         state, oracle = tx.init(problem.params), problem.oracle(problem.params, 0)
