@@ -24,11 +24,6 @@ def leaves_by_path(tree: Any) -> Leaves:
     return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def leaf_at(tree: Any, path: str) -> jax.Array:
-    """The leaf at a path."""
-    return leaves_by_path(tree)[path]
-
-
 def replace_leaves(tree: Tree, leaves: Mapping[str, jax.Array]) -> Tree:
     """The tree with the leaves at some paths replaced."""
     if not leaves:

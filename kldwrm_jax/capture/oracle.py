@@ -13,7 +13,7 @@ from kldwrm_jax.capture.linen import LinenModel, Watch
 from kldwrm_jax.capture.statistics import Probes
 from kldwrm_jax.curvature.blocks import Factors
 from kldwrm_jax.likelihoods import Likelihood
-from kldwrm_jax.paths import leaf_at, replace_leaves
+from kldwrm_jax.paths import leaves_by_path, replace_leaves
 
 _DIRECTIONS_AT_ONCE = 16
 
@@ -62,7 +62,8 @@ class Oracle:
             watches.append(watch)
             return outputs
 
-        uncovered = {path: leaf_at(self.params, path) for path in self.model.uncovered}
+        leaves = leaves_by_path(self.params)
+        uncovered = {path: leaves[path] for path in self.model.uncovered}
         outputs, vjp = jax.vjp(run, self.model.probes(), uncovered)
         self.model.check_reached(self.params, self.call, watches[-1])
         columns = self._columns(outputs, watches[-1])

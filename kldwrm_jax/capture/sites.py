@@ -125,9 +125,7 @@ def blocks_of(
         shape = shapes[name] or ()
         matrix = role.matrices.get(name)
         axes = dataclasses.asdict(matrix) if matrix else {}
-        return Parameter(
-            "/".join((*path, name)), shape, stack.axes(len(shape))[: len(stack.lengths)], **axes
-        )
+        return Parameter("/".join((*path, name)), shape, stack.axes(len(shape)), **axes)
 
     if isinstance(observation, Normalization):
         return tuple(

@@ -187,9 +187,9 @@ class MatrixProduct:
             a = _with_ones(a)
         first = a.reshape(a.shape[0], -1)[:, 0]
         return {
-            "A": _gram(a, w if w is None else w.reshape(-1), self.a_diagonal),
+            "A": _gram(a, w, self.a_diagonal),
             "G": _gram(g, None, self.g_diagonal),
-            "rows": _count(first, w if w is None else w.reshape(-1)),
+            "rows": _count(first, w),
             "bias_G": _gram(g_summed, None, self.g_diagonal),
         }
 
@@ -251,7 +251,6 @@ class Lookup:
         """A comparison: ``query`` (*samples, columns), ``g`` (*samples, rows)."""
         query, g = _full(query), _full(g)
         w = _row_weights(query.shape[:-1], weights)
-        w = w if w is None else w.reshape(-1)
         flat = query.reshape(-1, self.columns)
         return {
             "attend_A": _gram(g.reshape(-1, self.rows), None, True),
