@@ -66,6 +66,44 @@ class Instrumented:
         call = Call(args, kwargs, variables or {}, rngs)
         return Oracle(self.model, self.likelihood, self.fisher, params, call, targets, key, weights)
 
+    def value_and_grad(
+        self, params: Any, *args: Any, targets: Any, **kwargs: Any
+    ) -> tuple[jax.Array, Any, Oracle]:
+        """Loss, gradient and oracle of a batch in one forward pass.
+
+        A refresh then does a backward pass only, and no step pays anything for it. The loss is
+        ``oracle.loss``, the mean negative log-likelihood: where yours has other terms, take its
+        gradient yourself and use :meth:`oracle`.
+
+        Args:
+          params: the model's ``params``.
+          *args: the batch, as ``model.apply`` takes it.
+          targets: labels.
+          **kwargs: as for :meth:`oracle`.
+
+        Returns:
+          The loss; its gradient, shaped like ``params``; the oracle. The collections given as
+          ``variables`` are ``oracle.variables`` after the pass.
+
+        Example:
+          >>> import flax.linen as nn, jax, jax.numpy as jnp, optax
+          >>> import kldwrm_jax as kw
+          >>> model, x, y = nn.Dense(3), jnp.eye(4), jnp.array([0, 1, 2, 0])
+          >>> net = kw.instrument(model, kw.Categorical(), x)
+          >>> tx = kw.kfac(net.layers, 0.1)
+          >>> params = model.init(jax.random.key(0), x)["params"]
+          >>> state = tx.init(params)
+          >>> @jax.jit
+          ... def step(params, state, key):
+          ...     loss, grads, oracle = net.value_and_grad(params, x, targets=y, key=key)
+          ...     updates, state = tx.update(grads, state, params, oracle=oracle)
+          ...     return optax.apply_updates(params, updates), state, loss
+          >>> params, state, loss = step(params, state, jax.random.key(1))
+          >>> int(kw.diagnostics(state)["refreshes"])
+          1
+        """
+        return self.oracle(params, *args, targets=targets, **kwargs).value_and_grad()
+
 
 def instrument(
     model: nn.Module,

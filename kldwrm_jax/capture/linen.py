@@ -172,7 +172,7 @@ class LinenModel:
 
     def outputs(self, params: Any, call: Call) -> jax.Array:
         """What the likelihood sees. Other collections run mutable; their updates are dropped."""
-        return self._picked(_run(self.model, params, call))
+        return self._picked(_run(self.model, params, call)[0])
 
     def _picked(self, out: Any) -> jax.Array:
         out = out if self.output is None else self.output(out)
@@ -195,8 +195,11 @@ class LinenModel:
 
     def observed_outputs(
         self, params: Any, call: Call, weights: jax.Array | None, probes: dict[str, Probes]
-    ) -> tuple[jax.Array, Watch]:
-        """:meth:`outputs`, whose cotangents for ``probes`` are the statistics."""
+    ) -> tuple[jax.Array, dict[str, Any], Watch]:
+        """:meth:`outputs`, whose cotangents for ``probes`` are the statistics.
+
+        With them the other collections as they are after the call.
+        """
         flat = dict(flatten_dict(_as_dict(params)))
         for site in self.sites:
             for name, probe in probes[site.name].items():
@@ -206,8 +209,9 @@ class LinenModel:
                 flat[(*site.path, _WEIGHTS)] = site.stack.spread(padded)
         watch = Watch(self.options, 0 if weights is None else weights.ndim)
         with nn.intercept_methods(watch):
-            out = _run(self.model, _labelled(unflatten_dict(flat), "observed"), call)
-        return self._picked(out), watch
+            params = _labelled(unflatten_dict(flat), "observed")
+            out, variables = _run(self.model, params, call)
+        return self._picked(out), variables, watch
 
     def check_reached(self, params: Any, call: Call, watch: Watch) -> None:
         """An error if a layer of this model was not met, or not in the way that was instrumented.
@@ -274,15 +278,16 @@ def _zero(x: Any) -> jax.Array:
     return jnp.zeros(x.shape, x.dtype)
 
 
-def _run(model: nn.Module, params: Any, call: Call) -> Any:
-    out, _ = model.apply(
+def _run(model: nn.Module, params: Any, call: Call) -> tuple[Any, dict[str, Any]]:
+    """What the model returns, and the other collections after the call."""
+    out, variables = model.apply(
         {"params": params, **call.variables},
         *call.args,
         **call.kwargs,
         rngs=_rngs(call),
         mutable=list(call.variables),
     )
-    return out
+    return out, dict(variables)
 
 
 def _rngs(call: Call) -> dict[str, jax.Array] | None:

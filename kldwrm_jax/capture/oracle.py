@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,11 +20,41 @@ _DIRECTIONS_AT_ONCE = 16
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
+class Pass:
+    """A forward pass with probes, whose backward passes give gradients and statistics.
+
+    Args:
+      outputs: the network's.
+      vjp: from their cotangent to those of probes and parameters; its leaves are the residuals.
+      variables: the other collections after the pass.
+      loss_cotangent: the loss's gradient in the outputs, if it was asked for.
+      mixing: layers in which examples depend on each other.
+    """
+
+    outputs: jax.Array
+    vjp: Callable[[jax.Array], tuple[dict[str, Probes], dict[str, jax.Array]]]
+    variables: dict[str, Any]
+    loss_cotangent: jax.Array | None
+    mixing: tuple[str, ...]
+
+    def tree_flatten(self) -> tuple[tuple, tuple]:
+        """Arrays are leaves."""
+        return (self.outputs, self.vjp, self.variables, self.loss_cotangent), (self.mixing,)
+
+    @classmethod
+    def tree_unflatten(cls, aux: tuple, children: tuple) -> "Pass":
+        """The pass again, whatever its leaves have become."""
+        return cls(*children, *aux)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
 class Oracle:
     """A batch bound to parameters. A pytree: it crosses ``jit``, ``scan`` and ``vmap`` as it is.
 
     Made by ``net.oracle(...)``; nothing is computed before one of its methods is called, so that a
-    step without a refresh pays nothing for it.
+    step without a refresh pays nothing for it. Made by ``net.value_and_grad(...)``, it has done its
+    forward pass, and a refresh needs a backward pass only.
     """
 
     model: LinenModel
@@ -35,10 +65,11 @@ class Oracle:
     targets: jax.Array | None
     key: jax.Array | None
     weights: jax.Array | None
+    done: Pass | None = None
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
         """Parameters, batch and keys are leaves; the model is structure."""
-        children = (self.params, self.call, self.targets, self.key, self.weights)
+        children = (self.params, self.call, self.targets, self.key, self.weights, self.done)
         return children, (self.model, self.likelihood, self.fisher)
 
     @classmethod
@@ -54,27 +85,35 @@ class Oracle:
           the Fisher of the mean loss, for the row-major flattening of ``[W; b]``; one array, shaped
           like its parameter, for a diagonal block.
         """
-        watches: list[Watch] = []
-
-        def run(probes: dict[str, Probes], uncovered: dict[str, jax.Array]) -> jax.Array:
-            params = replace_leaves(self.params, uncovered)
-            outputs, watch = self.model.observed_outputs(params, self.call, self.weights, probes)
-            watches.append(watch)
-            return outputs
-
-        leaves = leaves_by_path(self.params)
-        uncovered = {path: leaves[path] for path in self.model.uncovered}
-        outputs, vjp = jax.vjp(run, self.model.probes(), uncovered)
-        self.model.check_reached(self.params, self.call, watches[-1])
-        columns = self._columns(outputs, watches[-1])
-        seen = _sum_over_directions(lambda c: vjp(c)[0], columns, self._positions(outputs))
+        done = self._pass(self.model.uncovered) if self.done is None else self.done
+        columns = self._columns(done)
+        positions = self._positions(done.outputs)
+        seen = _sum_over_directions(lambda c: done.vjp(c)[0], columns, positions)
         made: dict[str, Factors] = {}
         for site in self.model.sites:
             made |= site.factors(seen[site.name])
-        if uncovered:
-            _, gradients = vjp(jnp.sum(self._signs(columns) * columns, axis=0))
-            made |= {path: g.astype(float) ** 2 for path, g in gradients.items()}
+        if self.model.uncovered:
+            _, gradients = done.vjp(jnp.sum(self._signs(columns) * columns, axis=0))
+            made |= {path: gradients[path].astype(float) ** 2 for path in self.model.uncovered}
         return {block.name: made[block.name] for block in self.model.layers}
+
+    def value_and_grad(self) -> tuple[jax.Array, Any, "Oracle"]:
+        """Loss and gradient at the oracle's parameters, and the oracle with this pass done."""
+        done = self._pass(list(leaves_by_path(self.params)))
+        loss, cotangent = jax.value_and_grad(self._loss)(done.outputs)
+        _, gradients = done.vjp(cotangent)
+        done = dataclasses.replace(done, loss_cotangent=cotangent)
+        return loss, replace_leaves(self.params, gradients), dataclasses.replace(self, done=done)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The collections given as ``variables``, such as ``batch_stats``, after the pass."""
+        if self.done is None:
+            raise ValueError(
+                "an oracle made by net.oracle(...) has done no pass yet: make it by "
+                "net.value_and_grad(...), or take the updated variables from your own loss"
+            )
+        return self.done.variables
 
     def outputs(self, params: Any) -> jax.Array:
         """The network's outputs on this batch, with the same dropout masks, at other parameters."""
@@ -82,28 +121,52 @@ class Oracle:
 
     def loss(self, params: Any) -> jax.Array:
         """Mean negative log-likelihood of the targets at other parameters."""
-        nll = self.likelihood.nll(self.outputs(params), self._needed_targets("loss"))
-        return jnp.sum(nll * self._shares(nll.shape))
+        return self._loss(self.outputs(params))
 
     def divergence(self, outputs1: jax.Array, outputs2: jax.Array) -> jax.Array:
         """Mean symmetric KL divergence between two networks' outputs on this batch."""
         kl = self.likelihood.symmetric_kl(outputs1, outputs2)
         return jnp.sum(kl * self._shares(kl.shape))
 
-    def _columns(self, outputs: jax.Array, watch: Watch) -> jax.Array:
+    def _loss(self, outputs: jax.Array) -> jax.Array:
+        nll = self.likelihood.nll(outputs, self._needed_targets("loss"))
+        return jnp.sum(nll * self._shares(nll.shape))
+
+    def _pass(self, paths: Sequence[str]) -> Pass:
+        """A pass that is differentiable in the probes and in the parameters at ``paths``."""
+        watches: list[Watch] = []
+
+        def run(
+            probes: dict[str, Probes], chosen: dict[str, jax.Array]
+        ) -> tuple[jax.Array, dict[str, Any]]:
+            params = replace_leaves(self.params, chosen)
+            outputs, variables, watch = self.model.observed_outputs(
+                params, self.call, self.weights, probes
+            )
+            watches.append(watch)
+            return outputs, variables
+
+        leaves = leaves_by_path(self.params)
+        chosen = {path: leaves[path] for path in paths}
+        outputs, vjp, variables = jax.vjp(run, self.model.probes(), chosen, has_aux=True)
+        self.model.check_reached(self.params, self.call, watches[-1])
+        return Pass(outputs, vjp, variables, None, tuple(self.model.mixing_layers(watches[-1])))
+
+    def _columns(self, done: Pass) -> jax.Array:
         """Cotangents whose outer products sum to the outputs' Fisher, stacked in front."""
+        outputs = done.outputs
         scale = jnp.sqrt(self._shares(self._samples(outputs)))
         if self.fisher == "exact":
-            mixing = self.model.mixing_layers(watch)
-            if mixing:
+            if done.mixing:
                 raise ValueError(
                     f"fisher='exact' needs examples that do not depend on each other, and they do "
-                    f"in {', '.join(map(repr, mixing))}, which normalises over the batch: "
+                    f"in {', '.join(map(repr, done.mixing))}, which normalises over the batch: "
                     f"use fisher='sampled', or evaluate it with use_running_average=True"
                 )
-            root = self.likelihood.fisher_root(outputs)
-            return root * scale.reshape(scale.shape + (1,) * self.likelihood.event_ndim)
+            return self.likelihood.fisher_root(outputs) * self._per_event(scale)
         if self.fisher == "empirical":
+            if done.loss_cotangent is not None:  # that of the shares, not of their roots
+                return (done.loss_cotangent * self._per_event(_inverse_or_zero(scale)))[None]
             targets = self._needed_targets("fisher='empirical'")
         elif self.key is None:
             raise ValueError(
@@ -115,6 +178,10 @@ class Oracle:
         targets = jax.lax.stop_gradient(targets)
         return jax.grad(lambda h: jnp.sum(self.likelihood.nll(h, targets) * scale))(outputs)[None]
 
+    def _per_event(self, samples: jax.Array) -> jax.Array:
+        """A number for every sample, to multiply whole events."""
+        return samples.reshape(samples.shape + (1,) * self.likelihood.event_ndim)
+
     def _positions(self, outputs: jax.Array) -> int:
         """Samples of one example, whose directions must be taken one by one to be exact."""
         return math.prod(self._samples(outputs)[1:]) if self.fisher == "exact" else 1
@@ -123,8 +190,7 @@ class Oracle:
         """Random signs, so that the square of a sum is the sum of squares in expectation."""
         key = jax.random.key(0) if self.key is None else jax.random.fold_in(self.key, 1)
         samples = columns.shape[: columns.ndim - self.likelihood.event_ndim]
-        signs = jax.random.rademacher(key, samples, columns.dtype)
-        return signs.reshape(samples + (1,) * self.likelihood.event_ndim)
+        return self._per_event(jax.random.rademacher(key, samples, columns.dtype))
 
     def _samples(self, outputs: jax.Array) -> tuple[int, ...]:
         return outputs.shape[: outputs.ndim - self.likelihood.event_ndim]
@@ -174,3 +240,7 @@ def _sum_over_directions(
     )
     indices = jnp.arange(rounds * at_once).reshape(rounds, at_once)
     return jax.lax.scan(add, zeros, indices)[0]
+
+
+def _inverse_or_zero(x: jax.Array) -> jax.Array:
+    return jnp.where(x == 0, 0, 1 / jnp.where(x == 0, 1, x))

@@ -1,8 +1,10 @@
 """Curvature: what a block is, how it is averaged, inverted and multiplied. Knows no Flax."""
 
 from kldwrm_jax.curvature.blocks import Block, Dense, Diagonal, Kronecker, average
+from kldwrm_jax.curvature.decompositions import decompose
 from kldwrm_jax.curvature.layers import LayerBlock, Layers, Parameter, per_block
 from kldwrm_jax.curvature.monitors import AveragingError, averaging_error, contraction
+from kldwrm_jax.curvature.sides import LowRank
 from kldwrm_jax.curvature.solvers import (
     Damping,
     Exact,
@@ -10,6 +12,7 @@ from kldwrm_jax.curvature.solvers import (
     Linear,
     Operator,
     Product,
+    QuadraticSolver,
     Reweighted,
     Setting,
     Solver,
@@ -27,14 +30,17 @@ __all__ = [
     "LayerBlock",
     "Layers",
     "Linear",
+    "LowRank",
     "Operator",
     "Parameter",
     "Product",
+    "QuadraticSolver",
     "Reweighted",
     "Setting",
     "Solver",
     "average",
     "averaging_error",
     "contraction",
+    "decompose",
     "per_block",
 ]

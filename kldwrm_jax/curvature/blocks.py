@@ -8,25 +8,35 @@ states and cross ``jit`` as they are. Three kinds share one small interface (:cl
 - :class:`Diagonal`: factors ``d``, acting elementwise.
 - :class:`Dense`: factors ``F`` itself, acting on vectors. Exact, for small problems and for tests.
 
-Axes in front are stacks of independent blocks: scanned layers, groups of a convolution.
+What a block does is said in terms of its *sides* (:mod:`kldwrm_jax.curvature.sides`): two for a
+Kronecker product, one for the others. Inverses and bases are made side by side, for many blocks at
+once (:mod:`kldwrm_jax.curvature.decompositions`), and joined as the factors are. Axes in front are
+stacks of independent blocks: scanned layers, groups of a convolution.
 """
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from kldwrm_jax.arguments import Scalar
+from kldwrm_jax.curvature.sides import Basis, Matrix, Side, Vector, Weight, side_of
 
 Factors = Any  # a pytree of arrays, whose structure the block knows
-
-_matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 class Block(Protocol):
     """What every kind of block can do. ``f`` are its factors, ``v`` a direction of its shape."""
+
+    def split(self, f: Factors) -> tuple[tuple[type[Side], Any], ...]:
+        """Every side's form, and what represents it in ``f`` (in a basis, in an inverse)."""
+        ...
+
+    def join(self, sides: Sequence[Any]) -> Factors:
+        """The inverse of :meth:`split`, without the forms."""
+        ...
 
     def multiply(self, f: Factors, v: jax.Array) -> jax.Array:
         """``F v``."""
@@ -40,134 +50,17 @@ class Block(Protocol):
         """Factors of about ``F + damping I``, exactly of the block's own structure."""
         ...
 
-    def inverse(self, f: Factors) -> Factors:
-        """Factors of ``F^-1``, for factors that are positive definite."""
-        ...
-
-    def eigen(self, f: Factors) -> Any:
-        """An eigenbasis of ``F``, for :meth:`eigen_solve`."""
-        ...
-
     def eigen_solve(self, basis: Any, v: jax.Array, damping: Scalar, c: Scalar) -> jax.Array:
         """``(c F + damping I)^-1 v``, with ``c`` applied as :meth:`scale` does."""
-        ...
-
-    def pencil(self, f_bar: Factors, b: Factors) -> Any:
-        """A basis that diagonalises ``F_bar`` (to the identity) and ``B`` at once."""
         ...
 
     def pencil_solve(self, basis: Any, v: jax.Array, weight: Scalar) -> jax.Array:
         """``(F_bar + weight B)^-1 v``."""
         ...
 
-    def pencil_inverse(self, basis: Any) -> Factors:
-        """Factors of ``F_bar^-1``, without another decomposition."""
-        ...
-
     def pencil_norm(self, basis: Any) -> jax.Array:
         """The largest generalised eigenvalue of ``(B, F_bar)``."""
         ...
-
-
-# --- One side of a Kronecker product: a symmetric matrix, or the vector of a diagonal one ---------
-
-
-class _MatrixSide:
-    """``f``: (..., n, n). A basis is a matrix whose columns are vectors."""
-
-    @staticmethod
-    def left(m: jax.Array, v: jax.Array) -> jax.Array:
-        return _matmul(m, v)
-
-    @staticmethod
-    def right(v: jax.Array, m: jax.Array) -> jax.Array:
-        return _matmul(v, m)
-
-    @staticmethod
-    def transpose(m: jax.Array) -> jax.Array:
-        return jnp.swapaxes(m, -1, -2)
-
-    @staticmethod
-    def mean_eigenvalue(f: jax.Array) -> jax.Array:
-        return jnp.trace(f, axis1=-2, axis2=-1) / f.shape[-1]
-
-    @staticmethod
-    def shift(f: jax.Array, c: jax.Array) -> jax.Array:
-        return f + c[..., None, None] * jnp.eye(f.shape[-1], dtype=f.dtype)
-
-    @staticmethod
-    def inverse(f: jax.Array) -> jax.Array:
-        chol = jnp.linalg.cholesky(f)
-        eye = jnp.broadcast_to(jnp.eye(f.shape[-1], dtype=f.dtype), f.shape)
-        half = jax.scipy.linalg.solve_triangular(chol, eye, lower=True)
-        return _matmul(jnp.swapaxes(half, -1, -2), half)
-
-    @staticmethod
-    def eigen(f: jax.Array) -> tuple[jax.Array, jax.Array]:
-        values, vectors = jnp.linalg.eigh(f)
-        return vectors, jnp.maximum(values, 0)
-
-    @staticmethod
-    def pencil(f_bar: jax.Array, f: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # f_bar = L L', L^-1 f L^-T = U D U': the basis L^-T U.
-        solve = functools.partial(jax.scipy.linalg.solve_triangular, jnp.linalg.cholesky(f_bar))
-        half = solve(f, lower=True)
-        whitened = solve(jnp.swapaxes(half, -1, -2), lower=True)
-        values, vectors = jnp.linalg.eigh(whitened)
-        return solve(vectors, lower=True, trans=1), jnp.maximum(values, 0)
-
-    @staticmethod
-    def outer(m: jax.Array) -> jax.Array:
-        return _matmul(m, jnp.swapaxes(m, -1, -2))
-
-
-class _VectorSide:
-    """``f``: (..., n), the diagonal. The standard basis serves; a basis is a vector of scales."""
-
-    @staticmethod
-    def left(m: jax.Array, v: jax.Array) -> jax.Array:
-        return m[..., :, None] * v
-
-    @staticmethod
-    def right(v: jax.Array, m: jax.Array) -> jax.Array:
-        return v * m[..., None, :]
-
-    @staticmethod
-    def transpose(m: jax.Array) -> jax.Array:
-        return m
-
-    @staticmethod
-    def mean_eigenvalue(f: jax.Array) -> jax.Array:
-        return jnp.mean(f, axis=-1)
-
-    @staticmethod
-    def shift(f: jax.Array, c: jax.Array) -> jax.Array:
-        return f + c[..., None]
-
-    @staticmethod
-    def inverse(f: jax.Array) -> jax.Array:
-        return 1 / f
-
-    @staticmethod
-    def eigen(f: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.ones_like(f), jnp.maximum(f, 0)
-
-    @staticmethod
-    def pencil(f_bar: jax.Array, f: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.lax.rsqrt(f_bar), jnp.maximum(f / f_bar, 0)
-
-    @staticmethod
-    def outer(m: jax.Array) -> jax.Array:
-        return m * m
-
-
-class KroneckerBasis(NamedTuple):
-    """A basis on each side and the values that belong to it."""
-
-    a_basis: jax.Array
-    a_values: jax.Array
-    g_basis: jax.Array
-    g_values: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,85 +82,67 @@ class Kronecker:
     a_diagonal: bool = False
     g_diagonal: bool = False
 
-    @property
-    def _a(self) -> type[_MatrixSide] | type[_VectorSide]:
-        return _VectorSide if self.a_diagonal else _MatrixSide
+    def split(self, f: Factors) -> tuple[tuple[type[Side], Any], ...]:
+        """Inputs, outputs."""
+        a, g = f
+        return (side_of(a, self.a_diagonal), a), (side_of(g, self.g_diagonal), g)
 
-    @property
-    def _g(self) -> type[_MatrixSide] | type[_VectorSide]:
-        return _VectorSide if self.g_diagonal else _MatrixSide
+    def join(self, sides: Sequence[Any]) -> Factors:
+        """Inputs, outputs."""
+        return tuple(sides)
 
     def multiply(self, f: Factors, v: jax.Array) -> jax.Array:
         """``A V G``."""
-        a, g = f
-        return self._a.left(a, self._g.right(v, g))
+        (a_side, a), (g_side, g) = self.split(f)
+        return a_side.left(a, g_side.right(v, g))
 
     def scale(self, f: Factors, c: Scalar) -> Factors:
         """``(c A, c G)``."""
-        a, g = f
-        return c * a, c * g
+        return self.join([side.scale(x, c) for side, x in self.split(f)])
 
     def damp(self, f: Factors, damping: Scalar) -> Factors:
         r"""``factored`` damping: :math:`(A + \pi\sqrt\gamma I,\ G + \pi^{-1}\sqrt\gamma I)`.
 
         :math:`\pi^2` is the ratio of the two mean eigenvalues; 1 where one of them is zero.
         """
-        a, g = f
-        mean_a, mean_g = self._a.mean_eigenvalue(a), self._g.mean_eigenvalue(g)
+        (a_side, a), (g_side, g) = self.split(f)
+        mean_a, mean_g = a_side.mean_eigenvalue(a), g_side.mean_eigenvalue(g)
         known = (mean_a > 0) & (mean_g > 0)
         # Roots before the ratio, which float32 may not hold; the bounds keep 1 / pi finite.
         pi = jnp.sqrt(jnp.where(known, mean_a, 1)) / jnp.sqrt(jnp.where(known, mean_g, 1))
         pi = jnp.clip(pi, 1e-30, 1e30)
-        root = jnp.sqrt(jnp.asarray(damping, a.dtype))
-        return self._a.shift(a, pi * root), self._g.shift(g, root / pi)
+        root = jnp.sqrt(jnp.asarray(damping, mean_a.dtype))
+        return a_side.shift(a, pi * root), g_side.shift(g, root / pi)
 
-    def inverse(self, f: Factors) -> Factors:
-        """``(A^-1, G^-1)``, by Cholesky."""
-        a, g = f
-        return self._a.inverse(a), self._g.inverse(g)
-
-    def eigen(self, f: Factors) -> KroneckerBasis:
-        """Eigenvectors and eigenvalues (not below zero) of both sides."""
-        a, g = f
-        return KroneckerBasis(*self._a.eigen(a), *self._g.eigen(g))
-
-    def eigen_solve(
-        self, basis: KroneckerBasis, v: jax.Array, damping: Scalar, c: Scalar = 1.0
-    ) -> jax.Array:
+    def eigen_solve(self, basis: Any, v: jax.Array, damping: Scalar, c: Scalar = 1.0) -> jax.Array:
         r""":math:`(cA \otimes cG + \gamma I)^{-1} V`."""
         c = jnp.asarray(c, v.dtype)
-        products = (c * basis.a_values)[..., :, None] * (c * basis.g_values)[..., None, :]
-        return self._in_basis(basis, v, products + damping)
+        return self._weighted(basis, v, lambda a, g: 1 / (c * a * (c * g) + damping))
 
-    def pencil(self, f_bar: Factors, b: Factors) -> KroneckerBasis:
-        """Simultaneous diagonalisation of ``(A, A_bar)`` and of ``(G, G_bar)``."""
-        (a_bar, g_bar), (a, g) = f_bar, b
-        return KroneckerBasis(*self._a.pencil(a_bar, a), *self._g.pencil(g_bar, g))
-
-    def pencil_solve(self, basis: KroneckerBasis, v: jax.Array, weight: Scalar) -> jax.Array:
+    def pencil_solve(self, basis: Any, v: jax.Array, weight: Scalar) -> jax.Array:
         r""":math:`(\bar A \otimes \bar G + w\, A \otimes G)^{-1} V`, solving a Stein equation."""
-        products = basis.a_values[..., :, None] * basis.g_values[..., None, :]
-        return self._in_basis(basis, v, 1 + weight * products)
+        return self._weighted(basis, v, lambda a, g: 1 / (1 + weight * (a * g)))
 
-    def pencil_inverse(self, basis: KroneckerBasis) -> Factors:
-        """``(A_bar^-1, G_bar^-1)``."""
-        return self._a.outer(basis.a_basis), self._g.outer(basis.g_basis)
-
-    def pencil_norm(self, basis: KroneckerBasis) -> jax.Array:
+    def pencil_norm(self, basis: Any) -> jax.Array:
         """The largest generalised eigenvalue over all stacked blocks."""
-        return jnp.max(jnp.max(basis.a_values, axis=-1) * jnp.max(basis.g_values, axis=-1))
+        a, g = basis
+        return jnp.max(jnp.max(a.values, axis=-1) * jnp.max(g.values, axis=-1))
 
-    def _in_basis(self, basis: KroneckerBasis, v: jax.Array, divisor: jax.Array) -> jax.Array:
-        a, g = self._a, self._g
-        inside = a.left(a.transpose(basis.a_basis), g.right(v, basis.g_basis)) / divisor
-        return a.left(basis.a_basis, g.right(inside, g.transpose(basis.g_basis)))
+    def _weighted(
+        self,
+        basis: Any,
+        v: jax.Array,
+        weight: Callable[[jax.Array, jax.Array], jax.Array],
+    ) -> jax.Array:
+        """``V`` in both sides' bases, times a function of their values, and back."""
+        (a_side, a), (g_side, g) = self.split(basis)
 
+        def rows(x: jax.Array, g_values: jax.Array) -> jax.Array:
+            return a_side.weigh(
+                a, x, lambda values: weight(values[..., :, None], g_values[..., None, :])
+            )
 
-class DiagonalBasis(NamedTuple):
-    """A diagonal block's two diagonals."""
-
-    f_bar: jax.Array
-    b: jax.Array
+        return g_side.by_columns(g, v, rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,11 +151,20 @@ class Diagonal:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from kldwrm_jax.curvature import Diagonal
+      >>> from kldwrm_jax.curvature import Diagonal, decompose
       >>> block, d = Diagonal(), jnp.array([1.0, 3.0])
-      >>> block.eigen_solve(block.eigen(d), jnp.ones(2), damping=1.0).tolist()
+      >>> (basis,) = decompose("eigen", [block], [d])
+      >>> block.eigen_solve(basis, jnp.ones(2), damping=1.0).tolist()
       [0.5, 0.25]
     """
+
+    def split(self, f: Factors) -> tuple[tuple[type[Side], Any], ...]:
+        """The diagonal."""
+        return ((Vector, f),)
+
+    def join(self, sides: Sequence[Any]) -> Factors:
+        """The diagonal."""
+        return sides[0]
 
     def multiply(self, f: Factors, v: jax.Array) -> jax.Array:
         """``d * v``."""
@@ -294,42 +178,19 @@ class Diagonal:
         """``d + damping``: both modes of damping agree here."""
         return f + damping
 
-    def inverse(self, f: Factors) -> Factors:
-        """``1 / d``."""
-        return 1 / f
-
-    def eigen(self, f: Factors) -> jax.Array:
-        """The diagonal, not below zero."""
-        return jnp.maximum(f, 0)
-
     def eigen_solve(
-        self, basis: jax.Array, v: jax.Array, damping: Scalar, c: Scalar = 1.0
+        self, basis: Basis, v: jax.Array, damping: Scalar, c: Scalar = 1.0
     ) -> jax.Array:
         """``v / (c d + damping)``."""
-        return v / (c * basis + damping)
+        return v / (c * basis.values + damping)
 
-    def pencil(self, f_bar: Factors, b: Factors) -> DiagonalBasis:
-        """Both diagonals."""
-        return DiagonalBasis(f_bar, b)
-
-    def pencil_solve(self, basis: DiagonalBasis, v: jax.Array, weight: Scalar) -> jax.Array:
+    def pencil_solve(self, basis: Basis, v: jax.Array, weight: Scalar) -> jax.Array:
         """``v / (d_bar + weight b)``."""
-        return v / (basis.f_bar + weight * basis.b)
+        return v * basis.vectors**2 / (1 + weight * basis.values)
 
-    def pencil_inverse(self, basis: DiagonalBasis) -> Factors:
-        """``1 / d_bar``."""
-        return 1 / basis.f_bar
-
-    def pencil_norm(self, basis: DiagonalBasis) -> jax.Array:
+    def pencil_norm(self, basis: Basis) -> jax.Array:
         """The largest ratio of the two diagonals."""
-        return jnp.max(basis.b / basis.f_bar)
-
-
-class DenseBasis(NamedTuple):
-    """A basis, its columns in a matrix, and the values that belong to it."""
-
-    basis: jax.Array
-    values: jax.Array
+        return jnp.max(basis.values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,16 +199,24 @@ class Dense:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from kldwrm_jax.curvature import Dense
+      >>> from kldwrm_jax.curvature import Dense, decompose
       >>> block, f = Dense(), jnp.array([[3.0, 2.0], [2.0, 1.0]])
-      >>> inverse = block.inverse(block.damp(f, 1.0))  # of [[4, 2], [2, 2]]
+      >>> (inverse,) = decompose("inverse", [block], [block.damp(f, 1.0)])  # of [[4, 2], [2, 2]]
       >>> block.multiply(inverse, jnp.array([4.0, 0.0])).tolist()
       [2.0, -2.0]
     """
 
+    def split(self, f: Factors) -> tuple[tuple[type[Side], Any], ...]:
+        """The matrix."""
+        return ((Matrix, f),)
+
+    def join(self, sides: Sequence[Any]) -> Factors:
+        """The matrix."""
+        return sides[0]
+
     def multiply(self, f: Factors, v: jax.Array) -> jax.Array:
         """``F v``."""
-        return _matmul(f, v[..., None])[..., 0]
+        return Matrix.left(f, v[..., None])[..., 0]
 
     def scale(self, f: Factors, c: Scalar) -> Factors:
         """``c F``."""
@@ -357,39 +226,22 @@ class Dense:
         """``F + damping I``: both modes of damping agree here."""
         return f + damping * jnp.eye(f.shape[-1], dtype=f.dtype)
 
-    def inverse(self, f: Factors) -> Factors:
-        """``F^-1``, by Cholesky."""
-        return _MatrixSide.inverse(f)
-
-    def eigen(self, f: Factors) -> DenseBasis:
-        """Eigenvectors and eigenvalues, not below zero."""
-        return DenseBasis(*_MatrixSide.eigen(f))
-
     def eigen_solve(
-        self, basis: DenseBasis, v: jax.Array, damping: Scalar, c: Scalar = 1.0
+        self, basis: Basis, v: jax.Array, damping: Scalar, c: Scalar = 1.0
     ) -> jax.Array:
         """``(c F + damping I)^-1 v``."""
-        return self._in_basis(basis, v, c * basis.values + damping)
+        return self._weighted(basis, v, lambda values: 1 / (c * values + damping))
 
-    def pencil(self, f_bar: Factors, b: Factors) -> DenseBasis:
-        """Simultaneous diagonalisation of ``(B, F_bar)``."""
-        return DenseBasis(*_MatrixSide.pencil(f_bar, b))
-
-    def pencil_solve(self, basis: DenseBasis, v: jax.Array, weight: Scalar) -> jax.Array:
+    def pencil_solve(self, basis: Basis, v: jax.Array, weight: Scalar) -> jax.Array:
         """``(F_bar + weight B)^-1 v``."""
-        return self._in_basis(basis, v, 1 + weight * basis.values)
+        return self._weighted(basis, v, lambda values: 1 / (1 + weight * values))
 
-    def pencil_inverse(self, basis: DenseBasis) -> Factors:
-        """``F_bar^-1``."""
-        return _MatrixSide.outer(basis.basis)
-
-    def pencil_norm(self, basis: DenseBasis) -> jax.Array:
+    def pencil_norm(self, basis: Basis) -> jax.Array:
         """The largest generalised eigenvalue over all stacked blocks."""
         return jnp.max(basis.values)
 
-    def _in_basis(self, basis: DenseBasis, v: jax.Array, divisor: jax.Array) -> jax.Array:
-        inside = self.multiply(jnp.swapaxes(basis.basis, -1, -2), v) / divisor
-        return self.multiply(basis.basis, inside)
+    def _weighted(self, basis: Basis, v: jax.Array, weight: Weight) -> jax.Array:
+        return Matrix.weigh(basis, v[..., None], lambda values: weight(values)[..., None])[..., 0]
 
 
 def average(f_bar: Factors, f: Factors, rho: Scalar) -> Factors:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from kldwrm_jax.arguments import Scalar, check_decay
 from kldwrm_jax.curvature.blocks import Block, Factors, average
+from kldwrm_jax.curvature.decompositions import decompose
 
 
 def contraction(block: Block, f_bar: Factors, b: Factors, lr: Scalar) -> jax.Array:
@@ -32,7 +33,8 @@ def contraction(block: Block, f_bar: Factors, b: Factors, lr: Scalar) -> jax.Arr
       >>> float(contraction(Diagonal(), jnp.array([1.0, 2.0]), jnp.array([1.0, 6.0]), lr=1.0))
       0.75
     """
-    largest = lr * block.pencil_norm(block.pencil(f_bar, b))
+    (basis,) = decompose("pencil", [block], [f_bar], [b])
+    largest = lr * block.pencil_norm(basis)
     return jnp.asarray(1 - 1 / (1 + largest))
 
 

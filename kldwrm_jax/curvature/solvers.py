@@ -1,8 +1,9 @@
 r"""How a block is inverted: damping, and the three solves of the family.
 
-A :class:`Solver` turns averaged factors into a *cache*, kept in the optimizer's state until the
-next refresh, and both into an :class:`Operator` for the step at hand. Directions are scaled by the
-learning rate throughout: with :math:`h = \mathrm{lr}\,\hat g` the step is :math:`s = -v`,
+A :class:`Solver` turns averaged factors into *caches*, one a block, kept in the optimizer's state
+until the next refresh, and a cache into an :class:`Operator` for the step at hand. Directions are
+scaled by the learning rate throughout: with :math:`h = \mathrm{lr}\,\hat g` the step is
+:math:`s = -v`,
 
 .. math:: v = [\bar F + \mathrm{lr}\, B]^{-1} h,
 
@@ -10,14 +11,15 @@ so that nothing is divided by a learning rate that may be zero.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from kldwrm_jax.arguments import Scalar
 from kldwrm_jax.curvature.blocks import Block, Factors
+from kldwrm_jax.curvature.decompositions import decompose
 
 Cache = Any  # a pytree of arrays
 
@@ -47,8 +49,10 @@ class Operator(NamedTuple):
 class Damping(Protocol):
     """A way to add ``gamma``: what is cached, how it solves, and what matrix it stands for."""
 
-    def invert(self, block: Block, f: Factors, gamma: Scalar) -> Cache:
-        """What is kept of ``f`` to solve with it."""
+    def invert(
+        self, blocks: Sequence[Block], factors: Sequence[Factors], gamma: Scalar
+    ) -> list[Cache]:
+        """What is kept of every block's factors to solve with them."""
         ...
 
     def solve(
@@ -66,10 +70,12 @@ class Damping(Protocol):
 class Product:
     r"""``gamma`` joins every eigenvalue of the product: :math:`(F + \gamma I)^{-1}` exactly."""
 
-    def invert(self, block: Block, f: Factors, gamma: Scalar) -> Cache:
-        """An eigenbasis."""
+    def invert(
+        self, blocks: Sequence[Block], factors: Sequence[Factors], gamma: Scalar
+    ) -> list[Cache]:
+        """Eigenbases."""
         del gamma
-        return block.eigen(f)
+        return decompose("eigen", blocks, factors)
 
     def solve(
         self, block: Block, cache: Cache, v: jax.Array, gamma: Scalar, c: Scalar = 1.0
@@ -86,9 +92,11 @@ class Product:
 class Factored:
     r""":math:`\sqrt\gamma` is shared between the factors: the inverse keeps their structure."""
 
-    def invert(self, block: Block, f: Factors, gamma: Scalar) -> Cache:
+    def invert(
+        self, blocks: Sequence[Block], factors: Sequence[Factors], gamma: Scalar
+    ) -> list[Cache]:
         """Inverses of the damped factors, by Cholesky."""
-        return block.inverse(block.damp(f, gamma))
+        return decompose("inverse", blocks, _damped(blocks, factors, gamma))
 
     def solve(
         self, block: Block, cache: Cache, v: jax.Array, gamma: Scalar, c: Scalar = 1.0
@@ -103,26 +111,32 @@ class Factored:
 
 
 class Solver(Protocol):
-    r"""A member's linear algebra. ``fresh`` is :math:`B_k = F_k`, ``f_bar`` includes it already.
-
-    ``is_linear`` says that ``B = 0``: a refresh then has no operator of its own.
-    """
-
-    is_linear: ClassVar[bool]
+    """A member's linear algebra."""
 
     @property
     def damping(self) -> Damping:
-        """How ``gamma`` is added."""
-        ...
-
-    def refresh(
-        self, block: Block, f_bar: Factors, fresh: Factors, at: Setting
-    ) -> tuple[Cache, Operator]:
-        """New factors: the cache for the steps to come, and the operator for this one."""
+        """How ``gamma`` is added, and what is cached."""
         ...
 
     def between(self, block: Block, cache: Cache, at: Setting) -> Operator:
-        r"""A step without a refresh, where :math:`B_k = F_k := \bar F_k`."""
+        r"""The solve with a cached inverse of the average, where :math:`B_k = F_k := \bar F_k`."""
+        ...
+
+
+class QuadraticSolver(Solver, Protocol):
+    """The linear algebra of a member whose model is quadratic."""
+
+    def refresh(
+        self,
+        blocks: Sequence[Block],
+        f_bar: Sequence[Factors],
+        fresh: Sequence[Factors],
+        at: Setting,
+    ) -> tuple[list[Cache], list[Operator]]:
+        """Caches for the steps to come, and the operators of this one, where ``B`` is ``fresh``.
+
+        ``f_bar`` includes ``fresh`` already.
+        """
         ...
 
 
@@ -133,16 +147,7 @@ class Linear:
     The wake remembers :math:`\bar F \bar F^{-1} h = h`: nothing to multiply.
     """
 
-    is_linear: ClassVar[bool] = True
     damping: Damping
-
-    def refresh(
-        self, block: Block, f_bar: Factors, fresh: Factors, at: Setting
-    ) -> tuple[Cache, Operator]:
-        """The inverse of the new average, for this step and the next."""
-        del fresh
-        cache = self.damping.invert(block, f_bar, at.gamma)
-        return cache, self.between(block, cache, at)
 
     def between(self, block: Block, cache: Cache, at: Setting) -> Operator:
         """The cached inverse."""
@@ -162,21 +167,29 @@ class Exact:
     and :math:`\hat M = I / (1 + \mathrm{lr})`: no second decomposition.
     """
 
-    is_linear: ClassVar[bool] = False
     damping: Factored = dataclasses.field(default_factory=Factored)
 
     def refresh(
-        self, block: Block, f_bar: Factors, fresh: Factors, at: Setting
-    ) -> tuple[Cache, Operator]:
-        """The basis for this step, the inverse it contains for the next."""
-        damped = block.damp(f_bar, at.gamma)
-        basis = block.pencil(damped, fresh)
-        largest = at.lr * block.pencil_norm(basis)
-        return block.pencil_inverse(basis), Operator(
-            solve=lambda h: block.pencil_solve(basis, h, at.lr),
-            pull=lambda h, v: block.multiply(damped, v),
-            contraction=jnp.asarray(1 - 1 / (1 + largest)),
-        )
+        self,
+        blocks: Sequence[Block],
+        f_bar: Sequence[Factors],
+        fresh: Sequence[Factors],
+        at: Setting,
+    ) -> tuple[list[Cache], list[Operator]]:
+        """Bases for this step, the inverses they contain for the next."""
+        damped = _damped(blocks, f_bar, at.gamma)
+        bases = decompose("pencil", blocks, damped, fresh)
+
+        def operator(block: Block, f: Factors, basis: Any) -> Operator:
+            largest = at.lr * block.pencil_norm(basis)
+            return Operator(
+                solve=lambda h: block.pencil_solve(basis, h, at.lr),
+                pull=lambda h, v: block.multiply(f, v),
+                contraction=jnp.asarray(1 - 1 / (1 + largest)),
+            )
+
+        operators = [operator(*own) for own in zip(blocks, damped, bases, strict=True)]
+        return decompose("outer", blocks, bases), operators
 
     def between(self, block: Block, cache: Cache, at: Setting) -> Operator:
         """The cached inverse, scaled."""
@@ -199,23 +212,31 @@ class Reweighted:
     :math:`\hat A \otimes \hat G \le (1 + \mathrm{lr}/(1-\rho))^2\, \bar A \otimes \bar G`.
     """
 
-    is_linear: ClassVar[bool] = False
     damping: Damping
 
     def refresh(
-        self, block: Block, f_bar: Factors, fresh: Factors, at: Setting
-    ) -> tuple[Cache, Operator]:
-        """The reweighted inverse for this step, the average's for the next."""
-        f_hat = jax.tree.map(lambda bar, new: bar + at.lr * new, f_bar, fresh)
-        now = self.damping.invert(block, f_hat, at.gamma)
-        cache = self.damping.invert(block, f_bar, at.gamma)
-        plain = self.between(block, cache, at)
+        self,
+        blocks: Sequence[Block],
+        f_bar: Sequence[Factors],
+        fresh: Sequence[Factors],
+        at: Setting,
+    ) -> tuple[list[Cache], list[Operator]]:
+        """The reweighted inverses for this step, the averages' for the next."""
+        f_hat = jax.tree.map(lambda bar, new: bar + at.lr * new, list(f_bar), list(fresh))
+        # One call for both, so that their equal sides are stacked.
+        inverses = self.damping.invert([*blocks, *blocks], [*f_hat, *f_bar], at.gamma)
+        now, caches = inverses[: len(blocks)], inverses[len(blocks) :]
         bound = 1 - 1 / (1 + at.lr / (1 - at.rho)) ** 2
-        return cache, Operator(
-            solve=lambda h: self.damping.solve(block, now, h, at.gamma, 1.0),
-            pull=lambda h, v: jnp.where(at.first, plain.pull(h, v), block.multiply(f_bar, v)),
-            contraction=jnp.where(at.first, plain.contraction, bound),
-        )
+
+        def operator(block: Block, f: Factors, inverse: Cache, cache: Cache) -> Operator:
+            plain = self.between(block, cache, at)
+            return Operator(
+                solve=lambda h: self.damping.solve(block, inverse, h, at.gamma, 1.0),
+                pull=lambda h, v: jnp.where(at.first, plain.pull(h, v), block.multiply(f, v)),
+                contraction=jnp.where(at.first, plain.contraction, bound),
+            )
+
+        return caches, [operator(*own) for own in zip(blocks, f_bar, now, caches, strict=True)]
 
     def between(self, block: Block, cache: Cache, at: Setting) -> Operator:
         """The cached inverse of the average, with its factors scaled by ``1 + lr``."""
@@ -224,3 +245,7 @@ class Reweighted:
             pull=lambda h, v: h / (1 + at.lr),
             contraction=jnp.asarray(at.lr / (1 + at.lr), float),
         )
+
+
+def _damped(blocks: Sequence[Block], factors: Sequence[Factors], gamma: Scalar) -> list[Factors]:
+    return [block.damp(f, gamma) for block, f in zip(blocks, factors, strict=True)]

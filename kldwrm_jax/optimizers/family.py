@@ -33,8 +33,8 @@ from kldwrm_jax.curvature import (
     Solver,
 )
 from kldwrm_jax.optimizers.exact_kl import ExactKL
+from kldwrm_jax.optimizers.inverse import Inverse
 from kldwrm_jax.optimizers.member import Member
-from kldwrm_jax.optimizers.refresh import Inverse
 
 _AT_EVERY_REFRESH = Inverse()
 

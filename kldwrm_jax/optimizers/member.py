@@ -22,7 +22,8 @@ from kldwrm_jax.capture import Oracle
 from kldwrm_jax.curvature import LayerBlock, Layers, Solver, per_block
 from kldwrm_jax.optimizers.clipping import block_clip_factors, kl_clip_factor
 from kldwrm_jax.optimizers.exact_kl import ExactKL
-from kldwrm_jax.optimizers.refresh import Curvature, Inverse, Refresh
+from kldwrm_jax.optimizers.inverse import Inverse
+from kldwrm_jax.optimizers.refresh import Curvature, Refresh
 from kldwrm_jax.optimizers.state import KLDWRMState, new_monitor
 from kldwrm_jax.paths import Leaves, leaves_by_path, replace_leaves
 
@@ -143,13 +144,12 @@ class Member:
             rhs = {path: x + decay * theta[path].astype(x.dtype) for path, x in h.items()}
 
         curvature, direction = self.refresh(blocks, state, oracle, g, h, rhs, lr)
-        size = optax.tree.vdot(direction.v, rhs)
         # What is not finite in gradient, pull or direction is not finite in their product.
-        finite = jnp.isfinite(size)
+        finite = jnp.isfinite(direction.size)
         refreshes = state.monitor.refreshes + curvature.refreshed
         taken = finite & (refreshes > 0)
 
-        s, kl_factor, block_factor = self._clipped(direction.v, size, lr)
+        s, kl_factor, block_factor = self._clipped(direction.v, direction.size, lr)
         last = state.monitor._replace(
             kl_clip=kl_factor,
             block_clip=block_factor,

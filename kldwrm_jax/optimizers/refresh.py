@@ -2,7 +2,7 @@
 
 import dataclasses
 import numbers
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,44 +10,35 @@ import optax
 
 from kldwrm_jax.arguments import check_count, check_decay, check_non_negative
 from kldwrm_jax.capture import Oracle
-from kldwrm_jax.curvature import LayerBlock, Layers, Operator, Setting, Solver, average, per_block
+from kldwrm_jax.curvature import (
+    Block,
+    LayerBlock,
+    Layers,
+    Linear,
+    Operator,
+    QuadraticSolver,
+    Setting,
+    Solver,
+    average,
+    per_block,
+)
 from kldwrm_jax.curvature.blocks import Factors
+from kldwrm_jax.optimizers.inverse import Inverse, Turn, turns
 from kldwrm_jax.optimizers.state import KLDWRMState
 from kldwrm_jax.paths import Leaves
-
-
-@dataclasses.dataclass(frozen=True)
-class Inverse:
-    """How inverses are made, and when.
-
-    Args:
-      every: steps between two inversions, a multiple of ``refresh_every``; None inverts at every
-        refresh. In between, statistics go on being averaged while the step uses the inverse there
-        is. The ``proposed`` wake then belongs to the average that was inverted, as if no statistics
-        had come since; the ``taken`` wake, which holds for any steps, to the newest average.
-
-    Example:
-      >>> import kldwrm_jax as kw
-      >>> kw.Inverse(every=30)
-      Inverse(every=30)
-    """
-
-    every: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.every is not None:
-            check_count("every", self.every)
 
 
 class Direction(NamedTuple):
     r"""What the curvature makes of a gradient.
 
     ``v`` is :math:`[\bar F + \mathrm{lr} B]^{-1}` times it; ``pulled`` is :math:`\bar F v` without
-    weight decay, what the wake remembers; ``contraction`` is :math:`\|I - \hat M\|`.
+    weight decay, what the wake remembers; ``size`` is the product of ``v`` and what it was made
+    of; ``contraction`` is :math:`\|I - \hat M\|`.
     """
 
     v: Leaves
     pulled: Leaves
+    size: jax.Array
     contraction: jax.Array
 
 
@@ -57,9 +48,8 @@ class Curvature(NamedTuple):
     factors: dict[str, Factors]
     inverses: dict[str, Any]
     b: dict[str, Factors] | None  # B_k, undamped, if it is wanted
-    own: Direction | None  # a refresh's own direction, for members whose B_k is not F_bar then
+    own: Direction | None  # the direction, where that of a refresh has a B_k of its own
     refreshed: jax.Array  # bool []: statistics were taken in
-    inverted: jax.Array  # bool []: and inverted
     rejected: jax.Array  # bool []: they were not finite, and nothing has changed
 
 
@@ -82,23 +72,28 @@ class Refresh:
         if not isinstance(self.inverse, Inverse):
             raise ValueError(f"inverse must be a kldwrm_jax.Inverse(...), got {self.inverse!r}")
         period = self.inverse.every
-        if period is not None and isinstance(self.every, numbers.Integral) and period % self.every:
+        known = isinstance(self.every, numbers.Integral)
+        if period is not None and known and period % self.every:
             raise ValueError(
                 f"inverse=Inverse(every={period}) must be a multiple of refresh_every={self.every}"
+            )
+        if self.inverse.stagger and not (known and self._period > 1):
+            raise ValueError(
+                f"inverse=Inverse(stagger=True) needs a period of at least two steps that is known "
+                f"when the optimizer is made: refresh_every={self.every}, every={period}"
             )
 
     def init(self, layers: Layers) -> tuple[dict[str, Factors], dict[str, Any]]:
         """Factors and inverses before the first refresh."""
-        scalar = jnp.zeros((), float)
-        at = Setting(scalar, scalar, scalar, jnp.zeros((), bool))
-
-        def inverted(block: LayerBlock, f: Factors) -> Any:
-            return self.solver.refresh(block.block, f, f, at)[0]
-
+        zero = jnp.zeros((), float)
         factors, inverses = {}, {}
         for block in layers:
             f = block.factors_like(tuple(jnp.zeros(shape, float) for shape in block.shapes))
-            shapes = jax.eval_shape(lambda f, block=block: inverted(block, f), f)
+
+            def made(f: Factors, kind: Block = block.block) -> Any:
+                return self.inverse.make(self.solver.damping, [kind], [f], zero)[0]
+
+            shapes = jax.eval_shape(made, f)
             factors[block.name] = f
             inverses[block.name] = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         return factors, inverses
@@ -120,41 +115,59 @@ class Refresh:
         """
         rho, gamma = jnp.asarray(self.rho, float), jnp.asarray(self.damping, float)
         at = Setting(gamma, lr, rho, first=state.monitor.refreshes == 0)
+        kinds, names = [block.block for block in blocks], [block.name for block in blocks]
+        quadratic = self._quadratic
         no = jnp.zeros((), bool)
+
+        def solve(inverses: dict[str, Any]) -> Direction:
+            caches = [inverses[name] for name in names]
+            between = [self.solver.between(*own, at) for own in zip(kinds, caches, strict=True)]
+            return _direct(blocks, between, h, rhs)
+
+        # Made outside of the branches, where it overlaps with the backward pass; a refresh that has
+        # a solve of its own replaces it.
+        direction = None if quadratic is None else solve(state.inverses)
 
         def keep() -> Curvature:
             b = state.factors if self.wants_b else None
-            own = None
-            if not self.solver.is_linear:
-                own = optax.tree.zeros_like(Direction(rhs, h, jnp.zeros((), float)))
-            return Curvature(state.factors, state.inverses, b, own, no, no, no)
+            return Curvature(state.factors, state.inverses, b, direction, no, no)
 
         def refresh() -> Curvature:
             fresh = optax.tree.cast(oracle.factors(), float)
             weight = jnp.where(at.first, 0, rho)
-            f_bar = dict(state.factors)
-            for block in blocks:
-                f_bar[block.name] = average(state.factors[block.name], fresh[block.name], weight)
-            usable = _all_finite(g)
+            f_bar = state.factors | {
+                name: average(state.factors[name], fresh[name], weight) for name in names
+            }
+            usable, old = _all_finite(g), keep()
 
-            def invert() -> Curvature:
-                inverses, operators = dict(state.inverses), {}
-                for block in blocks:
-                    inverses[block.name], operators[block.name] = self.solver.refresh(
-                        block.block, f_bar[block.name], fresh[block.name], at
-                    )
-                own = None if self.solver.is_linear else _direct(blocks, operators, h, rhs)
-                b = f_bar | {name: fresh[name] for name in operators} if self.wants_b else None
-                good = usable & _all_finite((f_bar, inverses, own))
-                new = Curvature(f_bar, inverses, b, own, good, good, usable & ~good)
-                return _unless_rejected(new, keep())
+            def accept_if_finite(new: Curvature, made: Any) -> Curvature:
+                good = usable & _all_finite(made)
+                new = new._replace(refreshed=good)
+                rejecting = old._replace(rejected=usable & ~good)
+                return jax.lax.cond(good, lambda: new, lambda: rejecting)
 
             def average_only() -> Curvature:
-                good = usable & _all_finite(f_bar)
-                b = f_bar if self.wants_b else None
-                new = keep()._replace(factors=f_bar, b=b, refreshed=good, rejected=usable & ~good)
-                return _unless_rejected(new, keep())
+                new = old._replace(factors=f_bar, b=f_bar if self.wants_b else None)
+                return accept_if_finite(new, [f_bar[name] for name in names])
 
+            def invert() -> Curvature:
+                averages = [f_bar[name] for name in names]
+                b, own = f_bar, None
+                if quadratic is None:
+                    before = [state.inverses[name] for name in names]
+                    damping = self.solver.damping
+                    caches = self.inverse.make(damping, kinds, averages, gamma, before)
+                else:
+                    fresh_ones = [fresh[name] for name in names]
+                    caches, operators = quadratic.refresh(kinds, averages, fresh_ones, at)
+                    own = _direct(blocks, operators, h, rhs)
+                    b = f_bar | dict(zip(names, fresh_ones, strict=True))
+                inverses = state.inverses | dict(zip(names, caches, strict=True))
+                new = Curvature(f_bar, inverses, b if self.wants_b else None, own, no, no)
+                return accept_if_finite(new, (averages, caches, own))
+
+            if self.inverse.stagger:
+                return average_only()
             if self.inverse.every is None:
                 return invert()
             return jax.lax.cond(state.count % self.inverse.every == 0, invert, average_only)
@@ -164,14 +177,67 @@ class Refresh:
         else:
             due = state.count % jnp.asarray(self.every, state.count.dtype) == 0
             curvature = jax.lax.cond(due, refresh, keep)
-        operators = {
-            block.name: self.solver.between(block.block, curvature.inverses[block.name], at)
-            for block in blocks
-        }
-        direction = _direct(blocks, operators, h, rhs)
-        if curvature.own is not None:
-            direction = optax.tree.where(curvature.inverted, curvature.own, direction)
-        return curvature, direction
+        if self.inverse.stagger:
+            curvature = self._take_turns(blocks, state, curvature, gamma)
+        return curvature, curvature.own or solve(curvature.inverses)
+
+    @property
+    def _quadratic(self) -> QuadraticSolver | None:
+        """The solver, if a refresh solves with a curvature ``B`` that is not the average."""
+        if isinstance(self.solver, Linear) or self.inverse.takes_average:
+            return None
+        return cast("QuadraticSolver", self.solver)
+
+    @property
+    def _period(self) -> int:
+        return self.every if self.inverse.every is None else self.inverse.every
+
+    def _take_turns(
+        self, blocks: list[LayerBlock], state: KLDWRMState, curvature: Curvature, gamma: jax.Array
+    ) -> Curvature:
+        """Inverts the blocks whose turn it is; all of them after the first refresh."""
+        first = curvature.refreshed & (state.monitor.refreshes == 0)
+        started, phase = state.monitor.refreshes > 0, state.count % self._period
+        inverses, rejected = dict(curvature.inverses), curvature.rejected
+        for turn in turns(blocks, self._period):
+            due = started & (phase >= turn.steps.start) & (phase < turn.steps.stop)
+            mine = [block.name for block in turn.blocks]
+            factors, old = ([t[name] for name in mine] for t in (curvature.factors, inverses))
+            lower = jnp.where(first, 0, phase - turn.steps.start)
+            upper = jnp.where(first, len(turn.steps), jnp.where(due, lower + 1, lower))
+            new, failed = self._invert_in_turn(turn, factors, old, lower, upper, gamma)
+            inverses |= zip(mine, new, strict=True)
+            rejected |= failed
+        return curvature._replace(inverses=inverses, rejected=rejected)
+
+    def _invert_in_turn(
+        self,
+        turn: Turn,
+        factors: list[Factors],
+        old: list[Any],
+        lower: jax.Array,
+        upper: jax.Array,
+        gamma: jax.Array,
+    ) -> tuple[list[Any], jax.Array]:
+        """The steps of a turn from ``lower`` to ``upper``, and whether one of them failed."""
+        kinds, no = [block.block for block in turn.blocks], jnp.zeros((), bool)
+
+        def invert(factors: list[Factors], old: list[Any]) -> tuple[list[Any], jax.Array]:
+            new = self.inverse.make(self.solver.damping, kinds, factors, gamma, old)
+            good = _all_finite(new)
+            return jax.lax.cond(good, lambda: new, lambda: old), ~good
+
+        copies = turn.copies
+        if copies is None:
+            return jax.lax.cond(lower < upper, lambda: invert(factors, old), lambda: (old, no))
+
+        def some_copies(i: jax.Array, carried: tuple) -> tuple[list[Any], jax.Array]:
+            caches, failed = carried
+            start = i * copies
+            new, failed_now = invert(*_cut((factors, caches), start, copies))
+            return _paste(caches, new, start), failed | failed_now
+
+        return jax.lax.fori_loop(lower, upper, some_copies, (old, no))
 
     def multiply(self, blocks: list[LayerBlock], factors: dict[str, Factors], s: Leaves) -> Leaves:
         """The damped average times a step."""
@@ -182,28 +248,33 @@ class Refresh:
 
 
 def _direct(
-    blocks: list[LayerBlock], operators: dict[str, Operator], h: Leaves, rhs: Leaves
+    blocks: list[LayerBlock], operators: list[Operator], h: Leaves, rhs: Leaves
 ) -> Direction:
     """Solves for ``rhs``, and for what the wake remembers of ``h``."""
     v: Leaves = {}
     pulled: Leaves = {}
-    contraction = jnp.zeros((), float)
-    for block in blocks:
-        operator = operators[block.name]
-        remembered = block.gather(h)
-        x = operator.solve(block.gather(rhs))
+    size, contraction = jnp.zeros((), float), jnp.zeros((), float)
+    for block, operator in zip(blocks, operators, strict=True):
+        right, remembered = block.gather(rhs), block.gather(h)
+        x = operator.solve(right)
         y = x if rhs is h else operator.solve(remembered)
         v |= block.scatter(x)
         pulled |= block.scatter(operator.pull(remembered, y))
+        size += jnp.vdot(x, right, precision=jax.lax.Precision.HIGHEST)
         contraction = jnp.maximum(contraction, operator.contraction)
-    return Direction(v, pulled, contraction)
+    return Direction(v, pulled, size, contraction)
 
 
-def _unless_rejected(new: Curvature, old: Curvature) -> Curvature:
-    """The new arrays if they were taken in, the old ones otherwise; the flags are the new ones."""
-    chosen = optax.tree.where(new.refreshed, new, old)
-    return chosen._replace(refreshed=new.refreshed, inverted=new.inverted, rejected=new.rejected)
+def _cut(tree: Any, start: jax.Array, length: int) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, length), tree)
+
+
+def _paste(tree: Any, part: Any, start: jax.Array) -> Any:
+    return jax.tree.map(
+        lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, axis=0), tree, part
+    )
 
 
 def _all_finite(tree: Any) -> jax.Array:
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
+    # Zero times what is not finite is not zero.
+    return optax.tree.sum(jax.tree.map(lambda x: x * 0, tree)) == 0

@@ -1,0 +1,343 @@
+r"""One side of a block: a symmetric matrix in one of three forms, and what can be done with it.
+
+- :class:`Matrix`: the matrix itself, ``(..., n, n)``.
+- :class:`Vector`: the diagonal of a diagonal one, ``(..., n)``.
+- :class:`LowRankSide`: its leading eigenvectors and one value for all the others, a
+  :class:`LowRank`.
+
+A *basis* diagonalises a matrix (``eigen``), or two of them at once (``pencil``).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from kldwrm_jax.arguments import Scalar
+from kldwrm_jax.curvature.one_by_one import one_by_one
+
+matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
+Weight = Callable[[jax.Array], jax.Array]  # from a side's values to what multiplies their rows
+Rows = Callable[[jax.Array, jax.Array], jax.Array]  # the rest of a solve, for columns of values
+
+
+class Basis(NamedTuple):
+    """Vectors, the columns of a matrix (scales, for a diagonal one), and the values they have."""
+
+    vectors: jax.Array
+    values: jax.Array
+
+
+class LowRank(NamedTuple):
+    r""":math:`U D U' + t\,(I - U U')`, with ``U`` of orthonormal columns."""
+
+    vectors: jax.Array  # (..., n, rank)
+    values: jax.Array  # (..., rank)
+    tail: jax.Array  # (...,)
+
+
+class Side(Protocol):
+    """What every form of a side can do; its form is that of ``f``."""
+
+    @staticmethod
+    def left(f: Any, v: jax.Array) -> jax.Array:
+        """``f v``."""
+        ...
+
+    @staticmethod
+    def right(v: jax.Array, f: Any) -> jax.Array:
+        """``v f``."""
+        ...
+
+    @staticmethod
+    def scale(f: Any, c: Scalar) -> Any:
+        """``c f``."""
+        ...
+
+    @staticmethod
+    def mean_eigenvalue(f: Any) -> jax.Array:
+        """The trace over the number of rows."""
+        ...
+
+    @staticmethod
+    def shift(f: Any, c: jax.Array) -> Any:
+        """``f + c I``."""
+        ...
+
+    @staticmethod
+    def inverse(f: Any) -> Any:
+        """``f^-1``, for a positive definite ``f``."""
+        ...
+
+    @staticmethod
+    def eigen(f: Any) -> Any:
+        """An eigenbasis, its values not below zero."""
+        ...
+
+    @staticmethod
+    def pencil(f_bar: Any, f: Any) -> Any:
+        """A basis ``T`` with ``T' f_bar T = I`` and ``T' f T`` diagonal."""
+        ...
+
+    @staticmethod
+    def outer(basis: Any) -> Any:
+        """``T T'``: of a pencil, the inverse of ``f_bar``."""
+        ...
+
+    @staticmethod
+    def compress(f: Any, start: jax.Array | None) -> Any:
+        """A :class:`LowRank` from a subspace to start with; ``f`` itself without one."""
+        ...
+
+    @staticmethod
+    def weigh(basis: Any, v: jax.Array, weight: Weight) -> jax.Array:
+        """``T weight T' v``."""
+        ...
+
+    @staticmethod
+    def by_columns(basis: Any, v: jax.Array, rows: Rows) -> jax.Array:
+        """``rows(v T, values) T'``."""
+        ...
+
+
+class Matrix:
+    """A full matrix."""
+
+    @staticmethod
+    def left(f: jax.Array, v: jax.Array) -> jax.Array:
+        """``f v``."""
+        return matmul(f, v)
+
+    @staticmethod
+    def right(v: jax.Array, f: jax.Array) -> jax.Array:
+        """``v f``."""
+        return matmul(v, f)
+
+    @staticmethod
+    def scale(f: jax.Array, c: Scalar) -> jax.Array:
+        """``c f``."""
+        return c * f
+
+    @staticmethod
+    def mean_eigenvalue(f: jax.Array) -> jax.Array:
+        """The mean of the diagonal."""
+        return jnp.trace(f, axis1=-2, axis2=-1) / f.shape[-1]
+
+    @staticmethod
+    def shift(f: jax.Array, c: jax.Array) -> jax.Array:
+        """``f + c I``."""
+        return f + c[..., None, None] * jnp.eye(f.shape[-1], dtype=f.dtype)
+
+    @staticmethod
+    @one_by_one
+    def inverse(f: jax.Array) -> jax.Array:
+        """By Cholesky."""
+        half = _cholesky_solve(f)(jnp.eye(f.shape[-1], dtype=f.dtype))
+        return matmul(half.T, half)
+
+    @staticmethod
+    @one_by_one
+    def eigen(f: jax.Array) -> Basis:
+        """Eigenvectors and eigenvalues."""
+        vectors, values = jax.lax.linalg.eigh(f, symmetrize_input=False)
+        return Basis(vectors, jnp.maximum(values, 0))
+
+    @staticmethod
+    @one_by_one
+    def pencil(f_bar: jax.Array, f: jax.Array) -> Basis:
+        """From ``f_bar = L L'`` and ``L^-1 f L^-T = U D U'``: the basis ``L^-T U``."""
+        solve = _cholesky_solve(f_bar)
+        whitened = solve(_transpose(solve(f)))
+        vectors, values = jax.lax.linalg.eigh(whitened)
+        return Basis(solve(vectors, transpose_a=True), jnp.maximum(values, 0))
+
+    @staticmethod
+    def outer(basis: Basis) -> jax.Array:
+        """``T T'``."""
+        return matmul(basis.vectors, _transpose(basis.vectors))
+
+    @staticmethod
+    def compress(f: jax.Array, start: jax.Array | None) -> jax.Array | LowRank:
+        """By subspace iteration."""
+        return f if start is None else low_rank(f, start)
+
+    @staticmethod
+    def weigh(basis: Basis, v: jax.Array, weight: Weight) -> jax.Array:
+        """Into the basis and back."""
+        inside = weight(basis.values) * matmul(_transpose(basis.vectors), v)
+        return matmul(basis.vectors, inside)
+
+    @staticmethod
+    def by_columns(basis: Basis, v: jax.Array, rows: Rows) -> jax.Array:
+        """Into the basis and back."""
+        return matmul(rows(matmul(v, basis.vectors), basis.values), _transpose(basis.vectors))
+
+
+class Vector:
+    """A diagonal matrix: the standard basis serves."""
+
+    @staticmethod
+    def left(f: jax.Array, v: jax.Array) -> jax.Array:
+        """``f v``."""
+        return f[..., :, None] * v
+
+    @staticmethod
+    def right(v: jax.Array, f: jax.Array) -> jax.Array:
+        """``v f``."""
+        return v * f[..., None, :]
+
+    @staticmethod
+    def scale(f: jax.Array, c: Scalar) -> jax.Array:
+        """``c f``."""
+        return c * f
+
+    @staticmethod
+    def mean_eigenvalue(f: jax.Array) -> jax.Array:
+        """The mean."""
+        return jnp.mean(f, axis=-1)
+
+    @staticmethod
+    def shift(f: jax.Array, c: jax.Array) -> jax.Array:
+        """``f + c``."""
+        return f + c[..., None]
+
+    @staticmethod
+    def inverse(f: jax.Array) -> jax.Array:
+        """``1 / f``."""
+        return 1 / f
+
+    @staticmethod
+    def eigen(f: jax.Array) -> Basis:
+        """The values themselves."""
+        return Basis(jnp.ones_like(f), jnp.maximum(f, 0))
+
+    @staticmethod
+    def pencil(f_bar: jax.Array, f: jax.Array) -> Basis:
+        """Scales that make ``f_bar`` one, and the ratios."""
+        return Basis(jax.lax.rsqrt(f_bar), jnp.maximum(f / f_bar, 0))
+
+    @staticmethod
+    def outer(basis: Basis) -> jax.Array:
+        """The squared scales."""
+        return basis.vectors**2
+
+    @staticmethod
+    def compress(f: jax.Array, start: jax.Array | None) -> jax.Array:
+        """It is small already."""
+        del start
+        return f
+
+    @staticmethod
+    def weigh(basis: Basis, v: jax.Array, weight: Weight) -> jax.Array:
+        """Row by row."""
+        return weight(basis.values) * basis.vectors[..., :, None] ** 2 * v
+
+    @staticmethod
+    def by_columns(basis: Basis, v: jax.Array, rows: Rows) -> jax.Array:
+        """Column by column."""
+        return rows(v, basis.values) * basis.vectors[..., None, :] ** 2
+
+
+class LowRankSide:
+    """Leading eigenvectors, and the same value for all directions orthogonal to them."""
+
+    @staticmethod
+    def left(f: LowRank, v: jax.Array) -> jax.Array:
+        """``f v``."""
+        return LowRankSide.weigh(f, v, lambda values: values[..., :, None])
+
+    @staticmethod
+    def right(v: jax.Array, f: LowRank) -> jax.Array:
+        """``v f``."""
+        return LowRankSide.by_columns(f, v, lambda x, values: x * values[..., None, :])
+
+    @staticmethod
+    def scale(f: LowRank, c: Scalar) -> LowRank:
+        """``c f``."""
+        return f._replace(values=c * f.values, tail=c * f.tail)
+
+    @staticmethod
+    def mean_eigenvalue(f: LowRank) -> jax.Array:
+        """Leading values and tail, by their numbers."""
+        n, rank = f.vectors.shape[-2:]
+        return (f.values.sum(axis=-1) + (n - rank) * f.tail) / n
+
+    @staticmethod
+    def shift(f: LowRank, c: jax.Array) -> LowRank:
+        """``f + c I``."""
+        return f._replace(values=f.values + c[..., None], tail=f.tail + c)
+
+    @staticmethod
+    def inverse(f: LowRank) -> LowRank:
+        """The inverse values."""
+        return f._replace(values=1 / f.values, tail=1 / f.tail)
+
+    @staticmethod
+    def eigen(f: LowRank) -> LowRank:
+        """It is one already."""
+        return f
+
+    @staticmethod
+    def weigh(basis: LowRank, v: jax.Array, weight: Weight) -> jax.Array:
+        """The tail's weight everywhere, corrected along the vectors."""
+        everywhere = weight(basis.tail[..., None])
+        along = matmul(_transpose(basis.vectors), v)
+        corrected = (weight(basis.values) - everywhere) * along
+        return everywhere * v + matmul(basis.vectors, corrected)
+
+    @staticmethod
+    def by_columns(basis: LowRank, v: jax.Array, rows: Rows) -> jax.Array:
+        """What lies along the vectors by itself, and the rest by the tail's value."""
+        along, back = matmul(v, basis.vectors), _transpose(basis.vectors)
+        rest = rows(v - matmul(along, back), basis.tail[..., None])
+        return matmul(rows(along, basis.values), back) + rest
+
+
+def side_of(f: Any, diagonal: bool) -> type[Side]:
+    """The form of a side, from what represents it."""
+    if isinstance(f, LowRank):
+        return LowRankSide  # type: ignore[return-value]
+    return Vector if diagonal else Matrix
+
+
+_POWERS = 2
+
+
+@one_by_one
+def low_rank(f: jax.Array, start: jax.Array) -> LowRank:
+    r"""Leading eigenvectors of a positive semidefinite matrix, from a subspace to start with.
+
+    Two steps of subspace iteration, then the Rayleigh-Ritz values. A start from the vectors of a
+    matrix not very different is as good as many more. What is discarded is replaced by its mean, so
+    that the trace is kept.
+
+    Args:
+      f: ``(..., n, n)``.
+      start: ``(..., n, rank)``, of full rank.
+
+    Returns:
+      A :class:`LowRank`.
+    """
+    vectors = start
+    for _ in range(_POWERS):
+        vectors, _ = jnp.linalg.qr(matmul(f, vectors))
+    inside = matmul(_transpose(vectors), matmul(f, vectors))
+    rotation, values = jax.lax.linalg.eigh(inside)
+    values = jnp.maximum(values, 0)
+    n, rank = start.shape[-2:]
+    discarded = jnp.trace(f, axis1=-2, axis2=-1) - values.sum(axis=-1)
+    tail = jnp.maximum(discarded, 0) / max(n - rank, 1)
+    return LowRank(matmul(vectors, rotation), values, tail)
+
+
+def _cholesky_solve(f: jax.Array) -> Callable[..., jax.Array]:
+    """``L^-1`` (transposed if told) times a matrix, where ``f = L L'``."""
+    chol = jax.lax.linalg.cholesky(f, symmetrize_input=False)
+    return functools.partial(jax.lax.linalg.triangular_solve, chol, left_side=True, lower=True)
+
+
+def _transpose(m: jax.Array) -> jax.Array:
+    return jnp.swapaxes(m, -1, -2)

@@ -1,0 +1,166 @@
+"""How inverses are made, and on which steps."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kldwrm_jax.arguments import Scalar, check_choice, check_count
+from kldwrm_jax.curvature import Block, Damping, Diagonal, LayerBlock, decompose
+from kldwrm_jax.curvature.blocks import Factors
+
+
+@dataclasses.dataclass(frozen=True)
+class Inverse:
+    r"""How inverses are made, and when.
+
+    With ``stagger`` or ``method="randomized"``, Q and QE take :math:`B_k = \bar F_k` at a refresh
+    too, as they do on the steps between.
+
+    Args:
+      every: steps between two inversions, a multiple of ``refresh_every``; None inverts at every
+        refresh. In between, statistics go on being averaged while the step uses the inverse there
+        is. The ``proposed`` wake then belongs to the average that was inverted, as if no statistics
+        had come since; the ``taken`` wake, which holds for any steps, to the newest average.
+      stagger: whether the inversions of a period are spread over its steps, a few layers (or copies
+        of a stacked layer) on each, so that no step is much slower than the others. The first are
+        made all at once.
+      method: ``"full"``, or ``"randomized"``: of every side wider than ``rank`` only the leading
+        eigenvectors are found, by subspace iteration from those of the time before, and the rest of
+        its spectrum is replaced by its mean. For wide layers, where a full decomposition costs too
+        much.
+      rank: how many eigenvectors ``"randomized"`` keeps.
+
+    Example:
+      >>> import kldwrm_jax as kw
+      >>> kw.Inverse(every=30, stagger=True)
+      Inverse(every=30, stagger=True, method='full', rank=None)
+      >>> kw.Inverse(method="randomized", rank=128).rank
+      128
+
+    References:
+      Puiu, `Randomized K-FACs: Speeding up K-FAC with Randomized Numerical Linear Algebra
+      <https://arxiv.org/abs/2206.15397>`_, 2022 (``"randomized"``).
+    """
+
+    every: int | None = None
+    stagger: bool = False
+    method: str = "full"
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            check_count("every", self.every)
+        check_choice("method", self.method, ("full", "randomized"))
+        if self.method == "randomized":
+            if self.rank is None:
+                raise ValueError("method='randomized' needs a rank, such as rank=128, got None")
+            check_count("rank", self.rank)
+        elif self.rank is not None:
+            raise ValueError(f"rank={self.rank} needs method='randomized', got {self.method!r}")
+
+    @property
+    def takes_average(self) -> bool:
+        r"""Whether :math:`B_k = \bar F_k` on every step."""
+        return self.stagger or self.method == "randomized"
+
+    def make(
+        self,
+        damping: Damping,
+        blocks: Sequence[Block],
+        factors: Sequence[Factors],
+        gamma: Scalar,
+        old: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """What is cached of every block's factors; ``old`` caches, if any, are a start."""
+        if self.method == "randomized":
+            starts = [
+                block.join(
+                    [
+                        self._start(side, before)
+                        for (_, side), before in zip(block.split(f), known, strict=True)
+                    ]
+                )
+                for block, f, known in zip(
+                    blocks, factors, _sides(blocks, factors, old), strict=True
+                )
+            ]
+            factors = decompose("compress", blocks, factors, starts)
+        return damping.invert(blocks, factors, gamma)
+
+    def _start(self, side: jax.Array, before: Any) -> jax.Array | None:
+        """A subspace to begin with, or None for a side that stays as it is."""
+        assert self.rank is not None
+        if side.ndim < 2 or side.shape[-1] <= self.rank:
+            return None
+        random = jax.random.normal(jax.random.key(0), (*side.shape[:-1], self.rank), side.dtype)
+        if before is None:
+            return random
+        known = jnp.any(before.vectors != 0, axis=(-2, -1), keepdims=True)
+        return jnp.where(known, before.vectors, random)
+
+
+def _sides(
+    blocks: Sequence[Block], factors: Sequence[Factors], caches: Sequence[Any] | None
+) -> list[list[Any]]:
+    """Every side of every cache, or as many times None."""
+    if caches is None:
+        return [[None for _ in block.split(f)] for block, f in zip(blocks, factors, strict=True)]
+    return [[x for _, x in block.split(c)] for block, c in zip(blocks, caches, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What is inverted on one step of a period: blocks, ``copies`` of each, from ``steps`` on.
+
+    ``steps`` are several where the copies of a stacked block are taken in turn.
+    """
+
+    blocks: tuple[LayerBlock, ...]
+    steps: range
+    copies: int | None = None
+
+
+def turns(blocks: Sequence[LayerBlock], period: int) -> list[Turn]:
+    """Who is inverted when: work spread evenly over the steps after the first of a period."""
+    steps = period - 1
+    stacked = [block for block in blocks if _copies(block) > 1]
+    load = [0] * steps
+    planned: list[Turn] = []
+    for block in stacked:
+        copies = -(-_copies(block) // steps)
+        count = -(-_copies(block) // copies)
+        planned.append(Turn((block,), range(1, 1 + count), copies))
+        for step in range(count):
+            load[step] += _work(block) // count
+    whole: dict[int, list[LayerBlock]] = {}
+    for block in sorted((b for b in blocks if _copies(b) == 1), key=_work, reverse=True):
+        lightest = min(range(steps), key=load.__getitem__)
+        load[lightest] += _work(block)
+        whole.setdefault(lightest, []).append(block)
+    planned += [Turn(tuple(own), range(1 + i, 2 + i)) for i, own in sorted(whole.items())]
+    return planned
+
+
+def _copies(block: LayerBlock) -> int:
+    """Independent matrices along the first axis of every factor."""
+    if isinstance(block.block, Diagonal):
+        return 1
+    lone = 1 if block.block.a_diagonal else 2
+    return block.shapes[0][0] if len(block.shapes[0]) > lone else 1
+
+
+def _work(block: LayerBlock) -> int:
+    """Multiplications of a decomposition, up to a constant."""
+    if isinstance(block.block, Diagonal):
+        return 0
+    widths = [
+        math.prod(shape) * (1 if diagonal else shape[-1])
+        for shape, diagonal in zip(
+            block.shapes, (block.block.a_diagonal, block.block.g_diagonal), strict=True
+        )
+    ]
+    return sum(widths)
