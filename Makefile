@@ -1,15 +1,18 @@
-# `make test` on a fresh machine: creates .venv, installs the package, runs the tests.
+# `make demo` or `make test` on a fresh machine: creates .venv, installs the package, runs it.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: test test-all lint format clean
+.PHONY: demo test test-all lint format clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $(READY)
+
+demo: $(READY)  ## six optimizers on handwritten digits: a table and a figure in two minutes
+	$(BIN)/kldwrm demo
 
 test: $(READY)  ## the default tests, on two workers
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"

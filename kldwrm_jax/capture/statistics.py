@@ -115,13 +115,13 @@ def _row_weights(rows: tuple[int, ...], weights: jax.Array | None) -> jax.Array 
 
 
 def _count(values: jax.Array, w: jax.Array | None) -> jax.Array:
-    """The sum of the rows' weights, computed from the rows themselves.
+    """The sum of the rows' weights, made to depend on the rows.
 
     Under a ``vmap`` with shared parameters this is then summed over the mapped axis if, and only
     if, the statistic is.
     """
-    ones = values * 0 + 1
-    return jnp.sum(ones if w is None else ones * w.reshape(ones.shape))
+    total = values.shape[0] if w is None else jnp.sum(w)
+    return values[0] * 0 + total
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ A *basis* diagonalises a matrix (``eigen``), or two of them at once (``pencil``)
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -37,6 +38,13 @@ class LowRank(NamedTuple):
     vectors: jax.Array  # (..., n, rank)
     values: jax.Array  # (..., rank)
     tail: jax.Array  # (...,)
+
+
+class Subspace(NamedTuple):
+    """Where the search for leading eigenvectors begins; see :func:`low_rank`."""
+
+    vectors: jax.Array
+    extra: jax.Array
 
 
 class Side(Protocol):
@@ -88,7 +96,7 @@ class Side(Protocol):
         ...
 
     @staticmethod
-    def compress(f: Any, start: jax.Array | None) -> Any:
+    def compress(f: Any, start: Subspace | None) -> Any:
         """A :class:`LowRank` from a subspace to start with; ``f`` itself without one."""
         ...
 
@@ -160,9 +168,9 @@ class Matrix:
         return matmul(basis.vectors, _transpose(basis.vectors))
 
     @staticmethod
-    def compress(f: jax.Array, start: jax.Array | None) -> jax.Array | LowRank:
+    def compress(f: jax.Array, start: Subspace | None) -> jax.Array | LowRank:
         """By subspace iteration."""
-        return f if start is None else low_rank(f, start)
+        return f if start is None else low_rank(f, *start)
 
     @staticmethod
     def weigh(basis: Basis, v: jax.Array, weight: Weight) -> jax.Array:
@@ -225,7 +233,7 @@ class Vector:
         return basis.vectors**2
 
     @staticmethod
-    def compress(f: jax.Array, start: jax.Array | None) -> jax.Array:
+    def compress(f: jax.Array, start: Subspace | None) -> jax.Array:
         """It is small already."""
         del start
         return f
@@ -304,10 +312,28 @@ def side_of(f: Any, diagonal: bool) -> type[Side]:
 
 
 _POWERS = 2
+_OVERSAMPLING = 8
+
+
+def start_subspace(f: jax.Array, rank: int, before: jax.Array | None = None) -> Subspace | None:
+    """Where :func:`low_rank` begins; None for a matrix that is no larger.
+
+    From the vectors of ``before``, where there are any.
+    """
+    n = f.shape[-1]
+    if n <= rank:
+        return None
+    columns = min(rank + _OVERSAMPLING, n)
+    random = jax.random.normal(jax.random.key(0), (*f.shape[:-1], columns), f.dtype) / math.sqrt(n)
+    kept, extra = random[..., :rank], random[..., rank:]
+    if before is not None:
+        known = jnp.any(before != 0, axis=(-2, -1), keepdims=True)
+        kept = jnp.where(known, before, kept)
+    return Subspace(kept, extra)
 
 
 @one_by_one
-def low_rank(f: jax.Array, start: jax.Array) -> LowRank:
+def low_rank(f: jax.Array, vectors: jax.Array, extra: jax.Array) -> LowRank:
     r"""Leading eigenvectors of a positive semidefinite matrix, from a subspace to start with.
 
     Two steps of subspace iteration, then the Rayleigh-Ritz values. A start from the vectors of a
@@ -316,21 +342,22 @@ def low_rank(f: jax.Array, start: jax.Array) -> LowRank:
 
     Args:
       f: ``(..., n, n)``.
-      start: ``(..., n, rank)``, of full rank.
+      vectors: ``(..., n, rank)``, to start with.
+      extra: ``(..., n, any)``: directions that are not kept in number. Random ones find what the
+        vectors, if ``f`` maps their span to itself, never would.
 
     Returns:
-      A :class:`LowRank`.
+      A :class:`LowRank` of ``rank`` vectors.
     """
-    vectors = start
+    rank = vectors.shape[-1]
+    space = jnp.concatenate([vectors, extra], axis=-1)
     for _ in range(_POWERS):
-        vectors, _ = jnp.linalg.qr(matmul(f, vectors))
-    inside = matmul(_transpose(vectors), matmul(f, vectors))
-    rotation, values = jax.lax.linalg.eigh(inside)
-    values = jnp.maximum(values, 0)
-    n, rank = start.shape[-2:]
-    discarded = jnp.trace(f, axis1=-2, axis2=-1) - values.sum(axis=-1)
-    tail = jnp.maximum(discarded, 0) / max(n - rank, 1)
-    return LowRank(matmul(vectors, rotation), values, tail)
+        space, _ = jnp.linalg.qr(matmul(f, space))
+    inside = matmul(space.T, matmul(f, space))
+    rotation, values = jax.lax.linalg.eigh(inside)  # ascending
+    values = jnp.maximum(values[-rank:], 0)
+    tail = jnp.maximum(jnp.trace(f) - values.sum(), 0) / (f.shape[-1] - rank)
+    return LowRank(matmul(space, rotation[:, -rank:]), values, tail)
 
 
 def _cholesky_solve(f: jax.Array) -> Callable[..., jax.Array]:

@@ -52,14 +52,14 @@ class ExactKL:
         return replace_leaves(history, {p: put(p, x) for p, x in leaves_by_path(history).items()})
 
     def weights(self, rho: Scalar, count: jax.Array) -> jax.Array:
-        r""":math:`\zeta(i)\rho^{k-i}` of every place in the buffer, once it is full.
+        r""":math:`\zeta(i)\rho^{k-i}` of every iterate by its age, once the buffer is full.
 
         ``"drop"`` forgets what has left the buffer; ``"fold"`` gives its weight to the oldest that
         is left, as if that were the first iterate of all.
         """
-        age = (count - jnp.arange(self.capacity)) % self.capacity
-        oldest = age == self.capacity - 1 if self.tail == "fold" else age == count
-        return self.kl_scale * jnp.where(oldest, 1.0, 1.0 - rho) * jnp.power(rho, age)
+        age = jnp.arange(self.capacity)
+        first = age == self.capacity - 1 if self.tail == "fold" else age == count
+        return self.kl_scale * jnp.where(first, 1.0, 1.0 - rho) * jnp.power(rho, age)
 
     def solve(
         self,
@@ -77,35 +77,40 @@ class ExactKL:
     ) -> tuple[Leaves, jax.Array, jax.Array]:
         """The step after the inner solver, and the objective before and after it."""
         weights = self.weights(rho, count)
-        here = leaves_by_path(params)
+        here, buffer = leaves_by_path(params), leaves_by_path(history)
 
         def outputs(leaves: Leaves) -> jax.Array:
             # The oracle's parameters are whole, where ours may be masked.
             return oracle.outputs(replace_leaves(oracle.params, leaves))
+
+        def outputs_at_age(age: jax.Array) -> jax.Array:
+            return outputs({path: x[(count - age) % self.capacity] for path, x in buffer.items()})
+
+        newest = outputs(here) if oracle.done is None else oracle.done.outputs
+        older = jax.lax.map(outputs_at_age, jnp.arange(1, self.capacity))
+        old = jax.lax.stop_gradient(jnp.concatenate([newest[None], older]))
 
         def wake(s: Leaves) -> jax.Array:
             new = outputs({path: p + s[path].astype(p.dtype) for path, p in here.items()})
             terms = jax.vmap(oracle.divergence, in_axes=(0, None))(old, new)
             return jnp.sum(weights * terms)
 
-        old = jax.lax.stop_gradient(jax.lax.map(outputs, leaves_by_path(history)))
-
         def model(s: Leaves) -> tuple[jax.Array, Leaves]:
             bs = multiply_b(s)
             value = optax.tree.vdot(g, s) + 0.5 * optax.tree.vdot(s, bs)
             return lr * value, {path: lr * (g[path] + bs[path]) for path in s}
 
-        def step(_: jax.Array, s: Leaves) -> Leaves:
-            kl_gradient = jax.grad(wake)(s)
-            _, model_gradient = model(s)
+        def step(i: jax.Array, carried: tuple[Leaves, jax.Array]) -> tuple[Leaves, jax.Array]:
+            s, start = carried
+            kl, kl_gradient = jax.value_and_grad(wake)(s)
+            value, model_gradient = model(s)
             gradient = clip({p: kl_gradient[p] + model_gradient[p] for p in s})
-            return {path: s[path] - self.omega * gradient[path] for path in s}
+            s = {path: s[path] - self.omega * gradient[path] for path in s}
+            return s, jnp.where(i == 0, kl + value, start)
 
-        def objective(s: Leaves) -> jax.Array:
-            positive = lr > 0
-            scaled = wake(s) + model(s)[0]
-            return jnp.where(positive, scaled / jnp.where(positive, lr, 1), scaled)
-
-        before = objective(s)
-        s = jax.lax.fori_loop(0, self.inner_steps, step, s)
-        return s, before, objective(s)
+        start = jnp.zeros((), float)
+        s, start = jax.lax.fori_loop(0, self.inner_steps, step, (s, start))
+        end = wake(s) + model(s)[0]
+        start = jnp.where(jnp.asarray(self.inner_steps) > 0, start, end)
+        scale = jnp.where(lr > 0, 1 / jnp.where(lr > 0, lr, 1), 1)
+        return s, scale * start, scale * end

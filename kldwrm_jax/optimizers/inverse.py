@@ -5,12 +5,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from kldwrm_jax.arguments import Scalar, check_choice, check_count
 from kldwrm_jax.curvature import Block, Damping, Diagonal, LayerBlock, decompose
 from kldwrm_jax.curvature.blocks import Factors
+from kldwrm_jax.curvature.sides import Matrix, start_subspace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,40 +74,23 @@ class Inverse:
         old: Sequence[Any] | None = None,
     ) -> list[Any]:
         """What is cached of every block's factors; ``old`` caches, if any, are a start."""
-        if self.method == "randomized":
-            starts = [
-                block.join(
-                    [
-                        self._start(side, before)
-                        for (_, side), before in zip(block.split(f), known, strict=True)
-                    ]
-                )
-                for block, f, known in zip(
-                    blocks, factors, _sides(blocks, factors, old), strict=True
-                )
-            ]
+        if self.rank is not None:
+            before = old or [None] * len(blocks)
+            starts = [_starts(*own, self.rank) for own in zip(blocks, factors, before, strict=True)]
             factors = decompose("compress", blocks, factors, starts)
         return damping.invert(blocks, factors, gamma)
 
-    def _start(self, side: jax.Array, before: Any) -> jax.Array | None:
-        """A subspace to begin with, or None for a side that stays as it is."""
-        assert self.rank is not None
-        if side.ndim < 2 or side.shape[-1] <= self.rank:
-            return None
-        random = jax.random.normal(jax.random.key(0), (*side.shape[:-1], self.rank), side.dtype)
-        if before is None:
-            return random
-        known = jnp.any(before.vectors != 0, axis=(-2, -1), keepdims=True)
-        return jnp.where(known, before.vectors, random)
 
-
-def _sides(
-    blocks: Sequence[Block], factors: Sequence[Factors], caches: Sequence[Any] | None
-) -> list[list[Any]]:
-    """Every side of every cache, or as many times None."""
-    if caches is None:
-        return [[None for _ in block.split(f)] for block, f in zip(blocks, factors, strict=True)]
-    return [[x for _, x in block.split(c)] for block, c in zip(blocks, caches, strict=True)]
+def _starts(block: Block, f: Factors, cache: Any, rank: int) -> Any:
+    """For every side a subspace to begin with, or None where it stays as it is."""
+    sides = block.split(f)
+    before = [None] * len(sides) if cache is None else [x for _, x in block.split(cache)]
+    return block.join(
+        [
+            start_subspace(x, rank, getattr(known, "vectors", None)) if side is Matrix else None
+            for (side, x), known in zip(sides, before, strict=True)
+        ]
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,11 +111,12 @@ def turns(blocks: Sequence[LayerBlock], period: int) -> list[Turn]:
     stacked = [block for block in blocks if _copies(block) > 1]
     load = [0] * steps
     planned: list[Turn] = []
-    for block in stacked:
+    for block in sorted(stacked, key=_work, reverse=True):
         copies = -(-_copies(block) // steps)
         count = -(-_copies(block) // copies)
-        planned.append(Turn((block,), range(1, 1 + count), copies))
-        for step in range(count):
+        start = min(range(steps - count + 1), key=lambda i: sum(load[i : i + count]))
+        planned.append(Turn((block,), range(1 + start, 1 + start + count), copies))
+        for step in range(start, start + count):
             load[step] += _work(block) // count
     whole: dict[int, list[LayerBlock]] = {}
     for block in sorted((b for b in blocks if _copies(b) == 1), key=_work, reverse=True):

@@ -198,17 +198,21 @@ class Refresh:
         """Inverts the blocks whose turn it is; all of them after the first refresh."""
         first = curvature.refreshed & (state.monitor.refreshes == 0)
         started, phase = state.monitor.refreshes > 0, state.count % self._period
-        inverses, rejected = dict(curvature.inverses), curvature.rejected
+        inverses, failed = dict(curvature.inverses), jnp.zeros((), bool)
         for turn in turns(blocks, self._period):
             due = started & (phase >= turn.steps.start) & (phase < turn.steps.stop)
             mine = [block.name for block in turn.blocks]
             factors, old = ([t[name] for name in mine] for t in (curvature.factors, inverses))
             lower = jnp.where(first, 0, phase - turn.steps.start)
             upper = jnp.where(first, len(turn.steps), jnp.where(due, lower + 1, lower))
-            new, failed = self._invert_in_turn(turn, factors, old, lower, upper, gamma)
+            new, failed_now = self._invert_in_turn(turn, factors, old, lower, upper, gamma)
             inverses |= zip(mine, new, strict=True)
-            rejected |= failed
-        return curvature._replace(inverses=inverses, rejected=rejected)
+            failed |= failed_now
+        return curvature._replace(
+            inverses=inverses,
+            refreshed=curvature.refreshed & ~(first & failed),  # there is nothing to step with
+            rejected=curvature.rejected | failed,
+        )
 
     def _invert_in_turn(
         self,

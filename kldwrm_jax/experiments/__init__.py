@@ -1,0 +1,1 @@
+"""The paper's experiments and your own, on the command line: ``kldwrm --help``."""

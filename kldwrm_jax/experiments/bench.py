@@ -1,0 +1,251 @@
+"""``kldwrm bench``: what a step costs, in steps of SGD."""
+
+import argparse
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from kldwrm_jax.experiments.bench_subjects import (
+    COMPILE_TARGET,
+    FIRST_ORDER,
+    MLP,
+    NETWORKS,
+    PERIOD,
+    SUBJECTS,
+    batch_of,
+    has_kfac_jax,
+    kfac_jax_step,
+    training_step,
+)
+from kldwrm_jax.experiments.timing import (
+    Compiled,
+    Timing,
+    compile_step,
+    interleaved,
+    machine,
+    run_steps,
+)
+
+WIDTHS = (128, 256, 512, 1024, 2048, 4096)
+BATCHES = (64, 128, 256, 512, 1024, 2048)
+# An eigendecomposition of a very wide layer takes minutes on a CPU; QE has no wide case.
+WIDEST = {"kfac-product": 2048, "q": 2048, "q-reweighted": 1024, "qe": 512}
+SCALED = ("sgd", "adam", "kfac", "so", "kfac-product", "q", "q-reweighted", "qe", "kfac-randomized")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument(
+        "--networks",
+        nargs="+",
+        default=list(NETWORKS),
+        choices=list(NETWORKS),
+        help="what to train",
+    )
+    parser.add_argument(
+        "--optimizers",
+        nargs="+",
+        default=list(SUBJECTS),
+        choices=list(SUBJECTS),
+        help="what to train it with; SGD is always there to compare with",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of 30 steps that count")
+    parser.add_argument("--batch", type=int, default=512, help="examples in a batch")
+    parser.add_argument(
+        "--scaling",
+        action="store_true",
+        help="also measure the cost against layer width (128 to 4096) and batch size: takes long",
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path("results/bench"), help="where results go"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints and saves."""
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for network in args.networks:
+        result = compare(network, args.optimizers, args.batch, args.rounds, console)
+        save(args.out / f"{network}.json", result)
+        console.print(table(result))
+    if args.scaling:
+        result = scaling(args.optimizers, console)
+        save(args.out / "scaling.json", result)
+        figure(result, args.out / "scaling.png")
+    console.print(f"saved in {args.out}")
+    return 0
+
+
+def save(path: pathlib.Path, result: dict[str, Any]) -> None:
+    """A result with the machine it comes from."""
+    path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
+
+
+def compare(
+    network: str, names: Sequence[str], batch_size: int, rounds: int, console: Console
+) -> dict[str, Any]:
+    """One network under every optimizer, rounds of a period interleaved."""
+    model, batch = NETWORKS[network], batch_of(batch_size)
+    chosen = ["sgd", *(name for name in names if name != "sgd")]
+    compile_step(*training_step(model, "kfac", batch), batch, attempts=1)  # warm up
+    subjects: dict[str, Compiled] = {}
+    with Progress(console=console, transient=True) as progress:
+        extra = has_kfac_jax()
+        bar = progress.add_task(network, total=len(chosen) + extra + rounds + 1)
+        for name in chosen:
+            progress.update(bar, description=f"{network}: compiling {name}")
+            subjects[name] = compile_step(*training_step(model, name, batch), batch)
+            progress.advance(bar)
+        if extra:
+            subjects["kfac-jax"] = _compiled_by_itself(*kfac_jax_step(model, batch), batch)
+            progress.advance(bar)
+        progress.update(bar, description=f"{network}: {rounds} rounds of {PERIOD} steps")
+        timings = interleaved(subjects, batch, PERIOD, rounds, lambda: progress.advance(bar))
+    return {
+        "network": network,
+        "batch": batch_size,
+        "period": PERIOD,
+        "rounds": rounds,
+        "sgd_step_seconds": statistics.median(timings["sgd"].per_round) / PERIOD,
+        "rows": [
+            _row(network, name, subjects[name], timings, subjects["sgd"]) for name in subjects
+        ],
+    }
+
+
+def _compiled_by_itself(step: Any, state: Any, batch: Any) -> Compiled:
+    begin = time.perf_counter()
+    state = jax.block_until_ready(step(state, batch))
+    return Compiled(step, state, time.perf_counter() - begin, None)
+
+
+def _row(
+    network: str, name: str, subject: Compiled, timings: dict[str, Timing], sgd: Compiled
+) -> dict[str, Any]:
+    own, base = timings[name], timings["sgd"]
+    ratios = [mine / theirs for mine, theirs in zip(own.per_round, base.per_round, strict=True)]
+    step = statistics.median(base.per_round) / PERIOD
+    known = SUBJECTS.get(name)
+    slow = known.slowest.get(network) if known else None
+    return {
+        "name": name,
+        "title": known.title if known else "kfac-jax, statistics every step",
+        "ratio": statistics.median(own.per_round) / statistics.median(base.per_round),
+        "ratio_of_each_round": ratios,
+        "target": known.targets.get(network) if known else None,
+        "usual_step": own.usual / step,
+        "slowest_step": own.slowest / step,
+        "slowest_target": slow,
+        "compile_seconds": subject.seconds,
+        "compile_ratio": subject.seconds / sgd.seconds,
+        "compile_target": None if name in (*FIRST_ORDER, "kfac-jax") else COMPILE_TARGET,
+        "state_bytes": sum(x.nbytes for x in jax.tree.leaves(subject.state[1])),
+        "temporary_bytes": subject.temporary_bytes,
+    }
+
+
+def table(result: dict[str, Any]) -> Table:
+    """A comparison as people like to read it; what misses its target is red."""
+    step = 1e3 * result["sgd_step_seconds"]
+    shown = Table(
+        title=f"{result['network']}, batch {result['batch']}: cost in steps of SGD ({step:.1f} ms)"
+    )
+    shown.add_column("optimizer")
+    columns = ("ratio", "rounds", "usual step", "slowest", "compile", "state", "working memory")
+    for column in columns:
+        shown.add_column(column, justify="right")
+    for row in result["rows"]:
+        each = row["ratio_of_each_round"]
+        temporary = row["temporary_bytes"]
+        shown.add_row(
+            row["title"],
+            _against(row["ratio"], row["target"]),
+            f"{min(each):.2f} to {max(each):.2f}",
+            f"{row['usual_step']:.2f}",
+            _against(row["slowest_step"], row["slowest_target"]),
+            _against(row["compile_ratio"], row["compile_target"]),
+            f"{row['state_bytes'] / 1e6:.1f} MB",
+            "" if temporary is None else f"{temporary / 1e6:.1f} MB",
+        )
+    return shown
+
+
+def _against(value: float, target: float | None) -> str:
+    if target is None:
+        return f"{value:.2f}"
+    colour = "green" if value <= target else "red"
+    return f"[{colour}]{value:.2f}[/] (≤ {target:g})"
+
+
+# --- Cost against width and batch size ------------------------------------------------------------
+
+
+def scaling(names: Sequence[str], console: Console) -> dict[str, Any]:
+    """The cost of every optimizer for layers of many widths and for many batch sizes."""
+    chosen = [name for name in SCALED if name in names or name == "sgd"]
+    cases = [
+        ("width", width, MLP((width, width)), 512, name)
+        for width in WIDTHS
+        for name in chosen
+        if width <= WIDEST.get(name, width)
+    ]
+    cases += [("batch", size, MLP(), size, name) for size in BATCHES for name in chosen]
+    rows = []
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("scaling", total=len(cases))
+        for axis, value, model, batch_size, name in cases:
+            progress.update(bar, description=f"{axis} {value}: {name}")
+            rows.append(
+                {"axis": axis, axis: value, "name": name, **_amortised(model, name, batch_size)}
+            )
+            progress.advance(bar)
+    return {"period": PERIOD, "rows": rows}
+
+
+def _amortised(model: MLP, name: str, batch_size: int) -> dict[str, float]:
+    """Seconds of a step, from one with a refresh and some without, by their shares of a period."""
+    batch = batch_of(batch_size)
+    step, state = training_step(model, name, batch)
+    compiled = compile_step(step, state, batch, attempts=1)
+    state, row = run_steps(compiled.step, compiled.state, batch, 9)
+    usual = statistics.median(row[4:])  # QE's buffer is full by then
+    mean = usual if name in FIRST_ORDER else (row[0] + (PERIOD - 1) * usual) / PERIOD
+    return {"seconds": mean, "usual_seconds": usual, "refresh_seconds": row[0]}
+
+
+def figure(result: dict[str, Any], path: pathlib.Path) -> None:
+    """Cost in steps of SGD against width and batch size."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    for axis, panel in zip(("width", "batch"), axes, strict=True):
+        rows = [row for row in result["rows"] if row["axis"] == axis]
+        base = {row[axis]: row["seconds"] for row in rows if row["name"] == "sgd"}
+        for name in dict.fromkeys(row["name"] for row in rows if row["name"] != "sgd"):
+            own = [(r[axis], r["seconds"] / base[r[axis]]) for r in rows if r["name"] == name]
+            panel.plot(*zip(*own, strict=True), marker="o", label=SUBJECTS[name].title)
+        panel.set(
+            xscale="log",
+            yscale="log",
+            xlabel={"width": "layer width, batch 512", "batch": "batch size, width 512"}[axis],
+        )
+        panel.set_xscale("log", base=2)
+        panel.grid(alpha=0.3, which="both")
+    axes[0].set_ylabel(f"cost in steps of SGD, refresh every {PERIOD}")
+    axes[1].legend(fontsize=7)
+    fig.tight_layout()
+    fig.savefig(path, dpi=130)
+    plt.close(fig)

@@ -1,0 +1,103 @@
+"""Figures, drawn without a display."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from kldwrm_jax.experiments.runs import Run
+
+Row = tuple[str, str, bool]  # heading, metric, whether it is a test metric
+
+ACCURACY: Row = ("test accuracy", "accuracy", True)
+LOSS: Row = ("test loss", "loss", True)
+TRAIN_LOSS: Row = ("train loss", "train_loss", False)
+
+
+def every_seed(
+    path: Path, title: str, groups: Mapping[str, Sequence[Run]], protocol: str, rows: Sequence[Row]
+) -> Path:
+    """The paper's figures: a column a setting, a row a metric, a line a seed."""
+    figure = _figure(3.2 * len(groups), 2.4 * len(rows))
+    axes = figure.subplots(len(rows), len(groups), sharex="col", sharey="row", squeeze=False)
+    for column, (label, runs) in enumerate(groups.items()):
+        for row, (heading, metric, test) in enumerate(rows):
+            panel: Axes = axes[row, column]
+            for run in runs:
+                curve = run.curve(metric, protocol if test else None)
+                panel.plot(range(1, len(curve) + 1), curve, linewidth=0.8, alpha=0.8)
+            _finish(panel, metric)
+            if column == 0:
+                panel.set_ylabel(heading)
+            if row == 0:
+                panel.set_title(label.replace(": ", ":\n"), fontsize=9)
+            if row == len(rows) - 1:
+                panel.set_xlabel("epoch")
+    for row, (_, metric, test) in enumerate(rows):
+        curves = [r.curve(metric, protocol if test else None) for rs in groups.values() for r in rs]
+        _zoom(axes[row, 0], np.concatenate(curves), metric)
+    figure.suptitle(title, fontsize=11)
+    return _save(figure, path)
+
+
+def mean_and_band(
+    path: Path, title: str, groups: Mapping[str, Sequence[Run]], protocol: str
+) -> Path:
+    """Test loss and accuracy against epochs and seconds: the mean over seeds, and their range."""
+    figure = _figure(10, 7)
+    axes = figure.subplots(2, 2, sharey="row")
+    every: dict[str, list[np.ndarray]] = {"loss": [], "accuracy": []}
+    for label, runs in groups.items():
+        epochs = min(len(run.epochs) for run in runs)
+        seconds = np.mean([run.curve("seconds")[:epochs] for run in runs], axis=0)
+        for row, metric in enumerate(("loss", "accuracy")):
+            curves = np.array([run.curve(metric, protocol)[:epochs] for run in runs])
+            every[metric].append(curves.ravel())
+            for column, x in enumerate((np.arange(1, epochs + 1), seconds)):
+                panel: Axes = axes[row, column]
+                (line,) = panel.plot(x, curves.mean(axis=0), label=label, linewidth=1.5)
+                panel.fill_between(
+                    x, curves.min(axis=0), curves.max(axis=0), color=line.get_color(), alpha=0.15
+                )
+    for row, metric in enumerate(("loss", "accuracy")):
+        for column, heading in enumerate(("epoch", "seconds of training")):
+            _finish(axes[row, column], metric)
+            axes[row, column].set_xlabel(heading)
+        axes[row, 1].set_xscale("log")  # a step may cost ten times another's
+        axes[row, 0].set_ylabel(f"test {metric}")
+        _zoom(axes[row, 0], np.concatenate(every[metric]), metric)
+    axes[0, 1].legend(fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    return _save(figure, path)
+
+
+def _figure(width: float, height: float) -> Figure:
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _finish(panel: Axes, metric: str) -> None:
+    panel.grid(alpha=0.3)
+    if metric == "accuracy":
+        panel.yaxis.set_major_formatter(PercentFormatter(1.0))
+    else:
+        panel.set_yscale("log")
+
+
+def _zoom(panel: Axes, values: np.ndarray, metric: str) -> None:
+    """Accuracies of the first epochs are far below all others: leaves the lowest tenth out."""
+    values = values[np.isfinite(values)]
+    if metric == "accuracy" and len(values):
+        low, high = np.quantile(values, 0.1), values.max()
+        margin = max(0.1 * (high - low), 0.002)
+        panel.set_ylim(low - margin, min(high + margin, 1.0))
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"svg.hashsalt": "kldwrm"}):
+        figure.savefig(path, dpi=130)
+    return path

@@ -1,0 +1,83 @@
+"""The nine numbers of the paper's Table 1, and its rules for counting runs."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from kldwrm_jax.experiments.runs import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """When a run counts as past a threshold.
+
+    The paper (supplement, "Considered Metrics Explanation") counts a run even if it gets worse
+    afterwards, but only if it is past the threshold "significantly once" or "multiple times". The
+    numbers are ours.
+    """
+
+    accuracy_margin: float = 0.001
+    loss_margin: float = 0.01
+    times: int = 3
+
+    def __str__(self) -> str:
+        return (
+            f"A run counts if it is past the threshold at {self.times} or more epochs (the paper's "
+            f"'multiple times'), or at one by at least "
+            f"{100 * self.accuracy_margin:g} percentage points of accuracy or {self.loss_margin:g} "
+            f"of loss (its 'significantly'); getting worse afterwards does not matter."
+        )
+
+    def accuracy(self, curve: Sequence[float], threshold: float, strict: bool = False) -> bool:
+        """Whether a curve of accuracies (from 0 to 1) gets to the threshold, or above if strict."""
+        # Accuracies are fractions of a whole number of images, but not exact ones.
+        excess = np.round(np.asarray(curve) - threshold, 7)
+        past = excess > 0 if strict else excess >= 0
+        return self._counts(past, excess >= self.accuracy_margin)
+
+    def loss(self, curve: Sequence[float], threshold: float) -> bool:
+        """Whether a curve of losses gets below the threshold."""
+        excess = threshold - np.asarray(curve)
+        return self._counts(excess > 0, excess >= self.loss_margin)
+
+    def _counts(self, past: np.ndarray, far: np.ndarray) -> bool:
+        return bool(past.sum() >= self.times or far.any())
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """A row of Table 1. Accuracies in percent; deviations are those of a sample (n - 1)."""
+
+    at_least_98: int
+    above_98: int
+    at_least_985: int
+    loss_below_025: int
+    loss_below_02: int
+    mean_accuracy: float
+    std_accuracy: float
+    mean_loss: float
+    std_loss: float
+
+
+def summarise(runs: Sequence[Run], protocol: str, rule: Rule) -> Summary:
+    """A row of Table 1 from runs of one setting, all of them finished."""
+    accuracy = [run.curve("accuracy", protocol) for run in runs]
+    loss = [run.curve("loss", protocol) for run in runs]
+    last_accuracy = 100 * np.array([curve[-1] for curve in accuracy])
+    last_loss = np.array([curve[-1] for curve in loss])
+    return Summary(
+        sum(rule.accuracy(curve, 0.98) for curve in accuracy),
+        sum(rule.accuracy(curve, 0.98, strict=True) for curve in accuracy),
+        sum(rule.accuracy(curve, 0.985) for curve in accuracy),
+        sum(rule.loss(curve, 0.25) for curve in loss),
+        sum(rule.loss(curve, 0.2) for curve in loss),
+        float(last_accuracy.mean()),
+        _deviation(last_accuracy),
+        float(last_loss.mean()),
+        _deviation(last_loss),
+    )
+
+
+def _deviation(values: np.ndarray) -> float:
+    return float(values.std(ddof=1)) if len(values) > 1 else float("nan")

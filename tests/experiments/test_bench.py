@@ -1,0 +1,73 @@
+import argparse
+import json
+
+import pytest
+from rich.console import Console
+
+from kldwrm_jax.experiments import bench
+from kldwrm_jax.experiments.bench_subjects import MLP, SUBJECTS
+from kldwrm_jax.experiments.timing import Timing
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Networks and sizes that take no time."""
+    monkeypatch.setattr(bench, "NETWORKS", {"mlp": MLP((8,))})
+    monkeypatch.setattr(bench, "WIDTHS", (4, 8))
+    monkeypatch.setattr(bench, "BATCHES", (2,))
+    monkeypatch.setattr(bench, "WIDEST", {"kfac": 4})
+
+
+def run(*arguments):
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return bench.run(parser.parse_args(list(arguments)))
+
+
+def test_a_benchmark_prints_its_table_and_saves_ratios_spread_and_machine(small, tmp_path, capsys):
+    out = tmp_path / "bench"
+    assert (
+        run(
+            *("--networks", "mlp", "--optimizers", "kfac", "--rounds", "2", "--batch", "4"),
+            *("--out", str(out)),
+        )
+        == 0
+    )
+    printed = capsys.readouterr().out
+    assert SUBJECTS["kfac"].title in printed
+    assert "2.25" in printed  # the target
+    result = json.loads((out / "mlp.json").read_text())
+    assert {"versions", "cores", "processor"} <= set(result["machine"])
+    sgd, kfac = result["rows"][:2]
+    assert sgd["ratio"] == 1
+    assert kfac["ratio"] > 0
+    assert len(kfac["ratio_of_each_round"]) == 2
+    assert kfac["slowest_step"] >= kfac["usual_step"]
+    assert kfac["state_bytes"] > sgd["state_bytes"]
+
+
+def test_scaling_covers_widths_and_batch_sizes_and_draws_them(small, tmp_path):
+    result = bench.scaling(["kfac"], Console(quiet=True))
+    cases = {(row["axis"], row[row["axis"]], row["name"]) for row in result["rows"]}
+    assert cases == {
+        ("width", 4, "sgd"),
+        ("width", 4, "kfac"),
+        ("width", 8, "sgd"),  # and too wide for the other
+        ("batch", 2, "sgd"),
+        ("batch", 2, "kfac"),
+    }
+    bench.figure(result, tmp_path / "scaling.png")
+    assert (tmp_path / "scaling.png").stat().st_size > 1000
+
+
+def test_an_unknown_optimizer_gets_the_list_of_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        run("--optimizers", "lbfgs")
+    assert "kfac-product" in capsys.readouterr().err
+
+
+def test_a_rounds_slowest_step_is_the_median_of_the_rounds_maxima():
+    timing = Timing(((1.0, 5.0), (1.0, 100.0), (1.0, 4.0)))
+    assert timing.slowest == 5.0
+    assert timing.usual == pytest.approx(2.5)
+    assert timing.per_round == [6.0, 101.0, 5.0]

@@ -1,0 +1,62 @@
+import made_runs
+import numpy as np
+import pytest
+
+from kldwrm_jax.experiments.table import Rule, summarise
+
+RULE = Rule(accuracy_margin=0.001, loss_margin=0.01, times=3)
+
+
+@pytest.mark.parametrize(
+    ("curve", "counts"),
+    [
+        ([0.9, 0.98, 0.98, 0.97], False),  # twice, by nothing
+        ([0.98, 0.9, 0.9801, 0.9, 0.98], True),  # three times
+        ([0.9, 0.981, 0.5, 0.5], True),  # once, by the margin, and worse afterwards
+        ([0.9, 0.9809, 0.5, 0.5], False),  # once, by less
+        ([float("nan"), 0.99], True),
+        ([float("nan")] * 5, False),
+    ],
+)
+def test_a_run_counts_if_it_is_past_significantly_once_or_several_times(curve, counts):
+    assert RULE.accuracy(curve, 0.98) == counts
+
+
+def test_a_strict_threshold_is_not_met_by_equality():
+    """An accuracy of 9800 in 10000 images, as float32 has it, is 98 %."""
+    equal = [float(np.float32(0.98))] * 5
+    assert RULE.accuracy(equal, 0.98)
+    assert not RULE.accuracy(equal, 0.98, strict=True)
+    above = [float(np.float32(0.9801))] * 3
+    assert RULE.accuracy(above, 0.98, strict=True)
+
+
+def test_losses_count_downwards():
+    assert RULE.loss([0.24], 0.25)
+    assert not RULE.loss([0.245, 0.3], 0.25)
+    assert RULE.loss([0.245, 0.3, 0.249, 0.249], 0.25)
+
+
+def test_the_rule_says_its_numbers():
+    text = str(Rule(accuracy_margin=0.002, loss_margin=0.03, times=4))
+    assert "0.2 percentage points" in text
+    assert "0.03 of loss" in text
+    assert "at 4 or more epochs" in text
+
+
+def test_the_nine_numbers_are_those_of_the_curves(tmp_path):
+    accuracy = [[0.985, 0.985, 0.985], [0.98, 0.98, 0.98], [0.5, 0.982, 0.96]]
+    loss = [[0.1, 0.3, 0.3], [0.26, 0.26, 0.26], [0.24, 0.3, 0.9]]
+    made = [
+        made_runs.write(tmp_path, seed, accuracy=a, loss=l)
+        for seed, (a, l) in enumerate(zip(accuracy, loss, strict=True))
+    ]
+    found = summarise(made, "paper", RULE)
+    assert (found.at_least_98, found.above_98, found.at_least_985) == (3, 2, 1)
+    assert (found.loss_below_025, found.loss_below_02) == (2, 1)
+    last = [98.5, 98.0, 96.0]
+    assert found.mean_accuracy == pytest.approx(np.mean(last))
+    assert found.std_accuracy == pytest.approx(np.std(last, ddof=1))
+    assert found.mean_loss == pytest.approx(np.mean([0.3, 0.26, 0.9]))
+    assert np.isnan(summarise(made[:1], "paper", RULE).std_loss)
+    assert summarise(made, "corrected", RULE).mean_accuracy == pytest.approx(np.mean(last) + 1)

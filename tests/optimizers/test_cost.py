@@ -1,0 +1,145 @@
+"""What a step costs, counted by the compiler: nothing here depends on the clock."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_nets import WELL
+
+from kldwrm_jax.experiments.bench_subjects import MLP, batch_of, training_step
+
+BATCH = 512
+SHAPES = ((784, 512), (512, 512), (512, 10))
+PARAMETERS = 4 * sum((n + 1) * m for n, m in SHAPES)  # bytes
+INVERSES = 4 * sum((n + 1) ** 2 + m**2 for n, m in SHAPES)  # bytes
+
+
+def products(rows):
+    """Operations of multiplying matrices of so many rows by every layer's kernel."""
+    return sum(2 * rows * n * m for n, m in SHAPES)
+
+
+FORWARD = products(BATCH)
+BACKWARD = 2 * FORWARD - 2 * BATCH * 784 * 512  # no gradient of the images
+ONE_SIDED_PAIR = sum(2 * ((n + 1) ** 2 * m + (n + 1) * m**2) for n, m in SHAPES)
+SECOND_MOMENTS = sum(2 * BATCH * ((n + 1) ** 2 + m**2) for n, m in SHAPES)
+OUTPUT_GRADIENTS = BACKWARD - FORWARD
+
+
+@functools.cache
+def cost(subject, count):
+    """Operations and bytes of one optimized step of ``subject`` that is the ``count``-th."""
+    batch = batch_of(BATCH)
+    step, state = training_step(MLP(), subject, batch)
+
+    def this_step(state, batch):
+        params, opt_state = state
+        if subject != "sgd":
+            opt_state = opt_state._replace(count=jnp.asarray(count, jnp.int32))
+        return step((params, opt_state), batch)
+
+    lowered = jax.jit(this_step, donate_argnums=0).lower(state, batch)
+    found = lowered.compile(compiler_options=WELL).cost_analysis()
+    found = found[0] if isinstance(found, list) else found
+    return found["flops"], found["bytes accessed"]
+
+
+BETWEEN = {"kfac": 1, "so": 1, "q": 1, "kfac-product": 2}  # pairs of products a layer
+
+
+@pytest.mark.parametrize("subject", BETWEEN)
+def test_a_step_without_a_refresh_computes_little_more_than_its_products(subject):
+    flops, _ = cost(subject, count=1)
+    limit = FORWARD + BACKWARD + BETWEEN[subject] * ONE_SIDED_PAIR
+    assert limit <= flops <= 1.01 * limit
+
+
+# How often the step reads or writes an array as large as the parameters, beyond SGD: for K-FAC the
+# gradient is joined (2), multiplied from both sides (4), and compared with the result (2); members
+# with a wake add the effective gradient (3), what they remember (13 or so), norms for diagnostics
+# and clipping.
+PASSES = {"kfac": 8, "so": 22, "q": 30, "kfac-product": 15}
+
+
+@pytest.mark.parametrize("subject", PASSES)
+def test_a_step_without_a_refresh_moves_few_bytes(subject):
+    _, plain = cost("sgd", count=1)
+    _, moved = cost(subject, count=1)
+    assert moved <= 1.05 * (plain + BETWEEN[subject] * INVERSES + PASSES[subject] * PARAMETERS)
+
+
+def test_a_refresh_repeats_no_forward_pass():
+    flops, _ = cost("kfac", count=0)
+    inverses = sum(2 * ((n + 1) ** 3 + m**3) for n, m in SHAPES)  # the product of two triangles
+    limit = FORWARD + BACKWARD + ONE_SIDED_PAIR + SECOND_MOMENTS + OUTPUT_GRADIENTS + inverses
+    assert flops <= 1.02 * limit
+
+
+def test_statistics_every_step_cost_their_products_and_one_backward_pass():
+    flops, _ = cost("kfac-every-step", count=1)
+    limit = FORWARD + BACKWARD + ONE_SIDED_PAIR + SECOND_MOMENTS + OUTPUT_GRADIENTS
+    assert flops <= 1.02 * limit
+
+
+def decompositions(subject):
+    """Names of decompositions outside of conditionals, and inside of each."""
+    batch = batch_of(4)
+    step, state = training_step(MLP((24, 24)), subject, batch)
+    jaxpr = jax.make_jaxpr(step)(state, batch).jaxpr
+    outside, inside = [], []
+
+    def subjaxprs(eqn):
+        for value in eqn.params.values():
+            for x in value if isinstance(value, tuple | list) else [value]:
+                if hasattr(x, "jaxpr") or hasattr(x, "eqns"):
+                    yield getattr(x, "jaxpr", x)
+
+    def walk(jaxpr, found):
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            if name in ("cholesky", "eigh", "qr", "svd", "lu"):
+                found.append(name)
+            within = inside if name == "cond" else found
+            for inner in subjaxprs(eqn):
+                walk(inner, within)
+
+    walk(jaxpr, outside)
+    return outside, inside
+
+
+# Sides of 785, 24 (twice), 25 (twice) and 10: those of equal size are one call, traced once for a
+# CPU and once for others where there are several.
+CALLS = 2 + 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("subject", "per_period"),
+    [
+        ("kfac", {"cholesky": CALLS}),
+        ("so", {"cholesky": CALLS}),
+        ("kfac-product", {"eigh": CALLS}),
+        ("q", {"cholesky": CALLS, "eigh": CALLS}),
+        ("q-reweighted", {"eigh": 4 * 2}),  # averages and reweighted ones in the same calls
+    ],
+)
+def test_equal_sides_are_decomposed_together_once_a_period_and_never_between(subject, per_period):
+    outside, inside = decompositions(subject)
+    assert outside == []
+    assert {name: inside.count(name) for name in set(inside)} == per_period
+
+
+def test_states_are_no_larger_than_factors_inverses_and_what_the_wake_remembers():
+    batch = batch_of(4)
+
+    def state_bytes(subject):
+        _, (_, opt_state) = training_step(MLP(), subject, batch)
+        return sum(np.asarray(x).nbytes for x in jax.tree.leaves(opt_state))
+
+    scalars = 100
+    assert state_bytes("kfac") <= 2 * INVERSES + scalars
+    assert state_bytes("kfac-product") <= 2 * INVERSES + 4 * 8 * 1024 + scalars
+    assert state_bytes("so") <= 2 * INVERSES + 3 * PARAMETERS + scalars
+    assert state_bytes("q") <= 2 * INVERSES + 3 * PARAMETERS + scalars
+    assert state_bytes("qe") <= 2 * INVERSES + (3 + 4) * PARAMETERS + scalars
