@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all lint format clean
+.PHONY: demo bench test test-all lint format clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -13,6 +13,9 @@ $(READY): pyproject.toml
 
 demo: $(READY)  ## six optimizers on handwritten digits: a table and a figure in two minutes
 	$(BIN)/kldwrm demo
+
+bench: $(READY)  ## what a step costs, in steps of SGD; about half an hour
+	$(BIN)/kldwrm bench --scaling
 
 test: $(READY)  ## the default tests, on two workers
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"

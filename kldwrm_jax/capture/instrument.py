@@ -71,9 +71,12 @@ class Instrumented:
     ) -> tuple[jax.Array, Any, Oracle]:
         """Loss, gradient and oracle of a batch in one forward pass.
 
-        A refresh then does a backward pass only, and no step pays anything for it. The loss is
-        ``oracle.loss``, the mean negative log-likelihood: where yours has other terms, take its
-        gradient yourself and use :meth:`oracle`.
+        A refresh then does a backward pass only. Every step keeps what that pass would need until
+        it is known not to be due: that costs little where matrix products dominate, and some
+        percent of a step where they do not; with a long period :meth:`oracle` may be the faster.
+
+        The loss is ``oracle.loss``, the mean negative log-likelihood: where yours has other terms,
+        take its gradient yourself and use :meth:`oracle`.
 
         Args:
           params: the model's ``params``.

@@ -86,15 +86,16 @@ class Oracle:
           like its parameter, for a diagonal block.
         """
         done = self._pass(self.model.uncovered) if self.done is None else self.done
-        columns = self._columns(done)
+        columns, scale = self._columns(done)
         positions = self._positions(done.outputs)
         seen = _sum_over_directions(lambda c: done.vjp(c)[0], columns, positions)
         made: dict[str, Factors] = {}
         for site in self.model.sites:
-            made |= site.factors(seen[site.name])
+            made |= site.factors(seen[site.name], scale)
         if self.model.uncovered:
             _, gradients = done.vjp(jnp.sum(self._signs(columns) * columns, axis=0))
-            made |= {path: gradients[path].astype(float) ** 2 for path in self.model.uncovered}
+            for path in self.model.uncovered:
+                made[path] = scale * gradients[path].astype(float) ** 2
         return {block.name: made[block.name] for block in self.model.layers}
 
     def value_and_grad(self) -> tuple[jax.Array, Any, "Oracle"]:
@@ -152,8 +153,15 @@ class Oracle:
         self.model.check_reached(self.params, self.call, watches[-1])
         return Pass(outputs, vjp, variables, None, tuple(self.model.mixing_layers(watches[-1])))
 
-    def _columns(self, done: Pass) -> jax.Array:
-        """Cotangents whose outer products sum to the outputs' Fisher, stacked in front."""
+    def _columns(self, done: Pass) -> tuple[jax.Array, float]:
+        """Cotangents, stacked in front, and a number.
+
+        Their outer products sum to the outputs' Fisher over the number. It is not 1 for the data's
+        labels and equal shares, where the cotangent is the loss's own: XLA does its backward pass
+        once, if gradient and statistics are both due.
+        """
+        if self.fisher == "empirical" and done.loss_cotangent is not None and self.weights is None:
+            return done.loss_cotangent[None], math.prod(self._samples(done.outputs))
         outputs = done.outputs
         scale = jnp.sqrt(self._shares(self._samples(outputs)))
         if self.fisher == "exact":
@@ -163,10 +171,8 @@ class Oracle:
                     f"in {', '.join(map(repr, done.mixing))}, which normalises over the batch: "
                     f"use fisher='sampled', or evaluate it with use_running_average=True"
                 )
-            return self.likelihood.fisher_root(outputs) * self._per_event(scale)
+            return self.likelihood.fisher_root(outputs) * self._per_event(scale), 1.0
         if self.fisher == "empirical":
-            if done.loss_cotangent is not None:  # that of the shares, not of their roots
-                return (done.loss_cotangent * self._per_event(_inverse_or_zero(scale)))[None]
             targets = self._needed_targets("fisher='empirical'")
         elif self.key is None:
             raise ValueError(
@@ -176,7 +182,8 @@ class Oracle:
         else:
             targets = self.likelihood.sample(self.key, outputs)
         targets = jax.lax.stop_gradient(targets)
-        return jax.grad(lambda h: jnp.sum(self.likelihood.nll(h, targets) * scale))(outputs)[None]
+        gradient = jax.grad(lambda h: jnp.sum(self.likelihood.nll(h, targets) * scale))(outputs)
+        return gradient[None], 1.0
 
     def _per_event(self, samples: jax.Array) -> jax.Array:
         """A number for every sample, to multiply whole events."""
@@ -240,7 +247,3 @@ def _sum_over_directions(
     )
     indices = jnp.arange(rounds * at_once).reshape(rounds, at_once)
     return jax.lax.scan(add, zeros, indices)[0]
-
-
-def _inverse_or_zero(x: jax.Array) -> jax.Array:
-    return jnp.where(x == 0, 0, 1 / jnp.where(x == 0, 1, x))

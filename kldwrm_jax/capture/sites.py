@@ -99,8 +99,13 @@ class Site:
         """Whether the layer saw any rows."""
         return any(bool(x.any()) for name, x in seen.items() if name.endswith("rows"))
 
-    def factors(self, seen: Probes) -> dict[str, Factors]:
-        """The factors of every block, from the cotangents of the probes."""
+    def factors(self, seen: Probes, scale: float = 1.0) -> dict[str, Factors]:
+        """The factors of every block, from the cotangents of the probes.
+
+        ``scale`` is what the outputs' cotangent should have been multiplied by, squared.
+        """
+        quadratic = self.role.observation.quadratic
+        seen = {name: scale * x if name in quadratic else x for name, x in seen.items()}
         front = {name: self.stack.to_front(x) for name, x in seen.items()}
         made = list(self.role.observation.factors(front).values())
         factors: dict[str, Factors] = {}

@@ -69,6 +69,11 @@ class Observation(Protocol):
         """The probes' shapes, by name; at least two axes each."""
         ...
 
+    @property
+    def quadratic(self) -> tuple[str, ...]:
+        """The probes whose statistics are quadratic in the outputs' cotangent."""
+        ...
+
     def factors(self, seen: Probes) -> dict[str, tuple[jax.Array, ...]]:
         """Factors of each block of the layer, from what was collected."""
         ...
@@ -170,6 +175,11 @@ class MatrixProduct:
             shapes["bias_G"] = main[1]
         return {name: _two_axes(shape) for name, shape in shapes.items()}
 
+    @property
+    def quadratic(self) -> tuple[str, ...]:
+        """Those of the outputs' side."""
+        return tuple(name for name in self.probes if name in ("G", "bias_G"))
+
     def statistic(self, a: jax.Array, g: jax.Array, weights: jax.Array | None) -> Probes:
         """``a``: (*samples, [groups,] rows), ``g``: (*samples, [groups,] columns)."""
         a, g = _full(a), _full(g)
@@ -236,6 +246,11 @@ class Lookup:
             shapes |= {"attend_A": a, "attend_G": g, "attend_rows": (1, 1)}
         return {name: _two_axes(shape) for name, shape in shapes.items()}
 
+    @property
+    def quadratic(self) -> tuple[str, ...]:
+        """Those of the outputs' side: for ``attend``, that of the vocabulary."""
+        return tuple(name for name in self.probes if name in ("G", "attend_A"))
+
     def statistic(self, tokens: jax.Array, g: jax.Array, weights: jax.Array | None) -> Probes:
         """A look-up: ``tokens`` (*samples,), ``g`` (*samples, columns)."""
         g = _full(g)
@@ -286,6 +301,11 @@ class Normalization:
         """A probe for each parameter, and the row count."""
         shapes = dict(self.parameters) | {"rows": (1, 1)}
         return {name: _two_axes(shape) for name, shape in shapes.items()}
+
+    @property
+    def quadratic(self) -> tuple[str, ...]:
+        """Those of the parameters."""
+        return tuple(name for name, _ in self.parameters)
 
     def statistic(self, x: jax.Array, g: jax.Array, weights: jax.Array | None) -> Probes:
         """``x``: the normalised input, before scale and bias; ``g``: of its shape."""

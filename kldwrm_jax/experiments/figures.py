@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from kldwrm_jax.experiments.runs import Run
 
@@ -37,6 +36,7 @@ def every_seed(
                 panel.set_title(label.replace(": ", ":\n"), fontsize=9)
             if row == len(rows) - 1:
                 panel.set_xlabel("epoch")
+                panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     for row, (_, metric, test) in enumerate(rows):
         curves = [r.curve(metric, protocol if test else None) for rs in groups.values() for r in rs]
         _zoom(axes[row, 0], np.concatenate(curves), metric)
@@ -98,6 +98,5 @@ def _zoom(panel: Axes, values: np.ndarray, metric: str) -> None:
 
 def _save(figure: Figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context({"svg.hashsalt": "kldwrm"}):
-        figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130)
     return path

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,7 +103,9 @@ def write(folder: Path, chosen: Sequence[str], screen: Screen) -> Path:
 
 def _show(groups: Sequence[Group], protocol: str, screen: Screen) -> None:
     columns: dict[str, tuple[str, Format]] = {"setting": ("setting", str), "runs": ("runs", str)}
-    columns |= {name: (heading, _text) for name, heading in COLUMNS.items()}
+    columns |= {
+        name: (heading, functools.partial(_text, name)) for name, heading in COLUMNS.items()
+    }
     screen.table(f"Protocol {protocol}: ours (the paper's)", _rows(groups, protocol), columns)
 
 
@@ -186,8 +189,8 @@ def _cells(group: Group, protocol: str) -> Record:
     }
 
 
-def _text(cell: Record) -> str:
-    ours = _number(cell["ours"], 3)
+def _text(name: str, cell: Record) -> str:
+    ours = _number(cell["ours"], 3 if name.endswith("loss") else 2)
     return ours if cell["paper"] is None else f"{ours} ({_number(cell['paper'], 2)})"
 
 
@@ -203,7 +206,7 @@ def _markdown(groups: Sequence[Group], protocol: str) -> str:
         "|---" * (len(COLUMNS) + 2) + "|",
     ]
     for row in _rows(groups, protocol):
-        cells = [row["setting"], str(row["runs"]), *(_text(row[name]) for name in COLUMNS)]
+        cells = [row["setting"], str(row["runs"]), *(_text(name, row[name]) for name in COLUMNS)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -140,7 +140,8 @@ def prepare(spec: Spec, dataset: Dataset, watcher: Watcher | None = None) -> Tra
         state: State, key: jax.Array, chosen: jax.Array, x: jax.Array, y: jax.Array
     ) -> tuple[State, jax.Array]:
         dropout, labels = jax.random.split(jax.random.fold_in(key, state.step))
-        loss, grads, oracle = net.value_and_grad(
+        # Not net.value_and_grad: what it keeps for a refresh costs more than a refresh in thirty.
+        oracle = net.oracle(
             state.params,
             x[chosen],
             train=True,
@@ -148,6 +149,7 @@ def prepare(spec: Spec, dataset: Dataset, watcher: Watcher | None = None) -> Tra
             key=labels,
             rngs={"dropout": dropout},
         )
+        loss, grads = jax.value_and_grad(oracle.loss)(state.params)
         updates, opt_state = tx.update(grads, state.opt_state, state.params, oracle=oracle)
         params = optax.apply_updates(state.params, updates)
         return State(params, opt_state, state.step + 1), loss

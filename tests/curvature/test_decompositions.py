@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kldwrm_jax.curvature import Dense, Diagonal, Kronecker, decompose
+from kldwrm_jax.curvature.sides import Subspace
 
 OPERATIONS = {"inverse": 1, "eigen": 1, "pencil": 2}  # and how many factors they take
 MIXED = [  # block, stack, inputs, outputs
@@ -64,7 +65,7 @@ def test_sides_are_compressed_where_there_is_a_subspace_to_start_with(rng, x64):
     blocks = [Kronecker(), Diagonal(), Kronecker(), Kronecker(g_diagonal=True)]
     sizes = [(5, 3), (5, 5), (3, 5), (5, 5)]
     factors = [dense.random_factors(b, rng, (), *own) for b, own in zip(blocks, sizes, strict=True)]
-    wide = [rng.normal(size=(5, 2)) for _ in range(3)]
+    wide = [Subspace(rng.normal(size=(5, 2)), rng.normal(size=(5, 1))) for _ in range(3)]
     starts = [(wide[0], None), None, (None, wide[1]), (wide[2], None)]
     got = together("compress", blocks, factors, starts)
     assert_equal(got, alone("compress", blocks, factors, starts))

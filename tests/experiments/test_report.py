@@ -45,9 +45,9 @@ def test_the_table_has_nine_columns_and_the_papers_numbers_beside_ours(sixteen):
     assert len(table) == 2 * (2 + 16)
     assert all(line.count("|") == 2 + 9 + 1 for line in table)
     assert table[2].split("|")[1].strip() == "K-FAC: ρ = 0.33"
-    assert "| 97.000 (95.42) | 0.000 (3.73) | 0.300 (0.28) | 0.000 (0.09) |" in table[2]
+    assert "| 97.00 (95.42) | 0.00 (3.73) | 0.300 (0.28) | 0.000 (0.09) |" in table[2]
     assert "| 0 (7/8) |" in table[2 + 5]
-    assert "98.000 (95.42)" in table[2 + 16 + 2]  # the corrected protocol
+    assert "98.00 (95.42)" in table[2 + 16 + 2]  # the corrected protocol
     assert "0.1 percentage points" in text
     assert "Unfinished runs" in text
 

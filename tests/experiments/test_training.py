@@ -104,8 +104,7 @@ def test_a_run_matches_a_training_loop_that_a_user_would_write(trainer, whole, b
 
     @small_nets.jit
     def step(params, state, x, y, key):
-        oracle = net.oracle(params, x, targets=y, key=key)
-        loss, grads = jax.value_and_grad(oracle.loss)(params)
+        loss, grads, oracle = net.value_and_grad(params, x, targets=y, key=key)
         updates, state = tx.update(grads, state, params, oracle=oracle)
         return optax.apply_updates(params, updates), state, loss
 

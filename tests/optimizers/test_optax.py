@@ -426,7 +426,7 @@ def primitives(jaxpr, into_conds):
 @each_member
 @pytest.mark.parametrize("period", [1, 30])
 def test_statistics_are_under_a_cond_only_where_they_are_not_due_every_step(name, period, small):
-    """With a period of 1 nothing is, so that XLA can merge the two passes."""
+    """With a period of 1 no pass is, so that XLA can merge the two."""
     tx = member(name, small.layers, refresh_every=period)
     oracle = small.oracle(small.params, 0)
     jaxpr = jax.make_jaxpr(lambda g, s, p, o: tx.update(g, s, p, oracle=o))(
@@ -441,8 +441,8 @@ def test_statistics_are_under_a_cond_only_where_they_are_not_due_every_step(name
         start = found.pop()  # of the inner solver, which runs the network but decomposes nothing
         assert all(decomposition not in branch for branch in start)
     if period == 1:
-        assert found == []
-        assert statistics <= outside
+        assert "tanh" in outside
+        assert all("tanh" not in branch for branches in found for branch in branches)
     else:
         [(without, refreshing)] = found
         assert statistics <= refreshing
