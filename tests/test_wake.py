@@ -41,6 +41,15 @@ def problem(rng, period=1, dim=DIM):
     return refreshed, rng.normal(size=(STEPS, dim))
 
 
+def operator_of_a_refresh(solver, block, f_bar, b, at):
+    """The cache of a refresh, and its operator."""
+    if isinstance(solver, Linear):
+        (cache,) = solver.damping.invert([block], [f_bar], at.gamma)
+        return cache, solver.between(block, cache, at)
+    (cache,), (operator,) = solver.refresh([block], [f_bar], [b], at)
+    return cache, operator
+
+
 def follow(
     solver,
     refreshed,
@@ -71,7 +80,7 @@ def follow(
         if k % period == 0:
             f_bar = average(f_bar, refreshed[k // period], rho if k else 0.0)
             b = curvatures[k // period]
-            cache, operator = solver.refresh(block, f_bar, b, at)
+            cache, operator = operator_of_a_refresh(solver, block, f_bar, b, at)
         else:
             operator = solver.between(block, cache, at)
         model_gradient = wake.linear_model(nu, model_gradient, g)
