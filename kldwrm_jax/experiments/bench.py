@@ -6,7 +6,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument(
         "--networks",
-        nargs="+",
+        nargs="*",
         default=list(NETWORKS),
         choices=list(NETWORKS),
         help="what to train",
@@ -79,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
         save(args.out / f"{network}.json", result)
         console.print(table(result))
     if args.scaling:
-        result = scaling(args.optimizers, console)
-        save(args.out / "scaling.json", result)
+        path = args.out / "scaling.json"
+        result = scaling(args.optimizers, console, lambda so_far: save(path, so_far))
         figure(result, args.out / "scaling.png")
     console.print(f"saved in {args.out}")
     return 0
@@ -190,8 +190,13 @@ def _against(value: float, target: float | None) -> str:
 # --- Cost against width and batch size ------------------------------------------------------------
 
 
-def scaling(names: Sequence[str], console: Console) -> dict[str, Any]:
-    """The cost of every optimizer for layers of many widths and for many batch sizes."""
+def scaling(
+    names: Sequence[str], console: Console, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """The cost of every optimizer for layers of many widths and for many batch sizes.
+
+    ``keep`` is given what there is after every case.
+    """
     chosen = [name for name in SCALED if name in names or name == "sgd"]
     cases = [
         ("width", width, MLP((width, width)), 512, name)
@@ -200,7 +205,8 @@ def scaling(names: Sequence[str], console: Console) -> dict[str, Any]:
         if width <= WIDEST.get(name, width)
     ]
     cases += [("batch", size, MLP(), size, name) for size in BATCHES for name in chosen]
-    rows = []
+    rows: list[dict[str, Any]] = []
+    result = {"period": PERIOD, "rows": rows}
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("scaling", total=len(cases))
         for axis, value, model, batch_size, name in cases:
@@ -208,8 +214,9 @@ def scaling(names: Sequence[str], console: Console) -> dict[str, Any]:
             rows.append(
                 {"axis": axis, axis: value, "name": name, **_amortised(model, name, batch_size)}
             )
+            keep(result)
             progress.advance(bar)
-    return {"period": PERIOD, "rows": rows}
+    return result
 
 
 def _amortised(model: MLP, name: str, batch_size: int) -> dict[str, float]:

@@ -47,7 +47,11 @@ def test_a_benchmark_prints_its_table_and_saves_ratios_spread_and_machine(small,
 
 
 def test_scaling_covers_widths_and_batch_sizes_and_draws_them(small, tmp_path):
-    result = bench.scaling(["kfac"], Console(quiet=True))
+    kept = []
+    result = bench.scaling(
+        ["kfac"], Console(quiet=True), lambda so_far: kept.append(len(so_far["rows"]))
+    )
+    assert kept == [1, 2, 3, 4, 5]
     cases = {(row["axis"], row[row["axis"]], row["name"]) for row in result["rows"]}
     assert cases == {
         ("width", 4, "sgd"),
