@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from kldwrm_jax.experiments import figures
 from kldwrm_jax.experiments.bench_subjects import (
     COMPILE_TARGET,
     FIRST_ORDER,
@@ -26,12 +27,13 @@ from kldwrm_jax.experiments.bench_subjects import (
     kfac_jax_step,
     training_step,
 )
+from kldwrm_jax.experiments.provenance import machine, versions
+from kldwrm_jax.experiments.runs import replace
 from kldwrm_jax.experiments.timing import (
     Compiled,
     Timing,
     compile_step,
     interleaved,
-    machine,
     run_steps,
 )
 
@@ -73,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures, prints and saves."""
     console = Console() if sys.stdout.isatty() else Console(width=140)
-    args.out.mkdir(parents=True, exist_ok=True)
     for network in args.networks:
         result = compare(network, args.optimizers, args.batch, args.rounds, console)
         save(args.out / f"{network}.json", result)
@@ -81,14 +82,16 @@ def run(args: argparse.Namespace) -> int:
     if args.scaling:
         path = args.out / "scaling.json"
         result = scaling(args.optimizers, console, lambda so_far: save(path, so_far))
-        figure(result, args.out / "scaling.png")
+        titles = {name: subject.title for name, subject in SUBJECTS.items()}
+        figures.cost(args.out / "scaling.png", result, titles)
     console.print(f"saved in {args.out}")
     return 0
 
 
 def save(path: pathlib.Path, result: dict[str, Any]) -> None:
-    """A result with the machine it comes from."""
-    path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
+    """A result with the machine it comes from, whole or not at all."""
+    made = {"machine": {**machine(), "versions": versions()}, **result}
+    replace(path, (json.dumps(made, indent=1) + "\n").encode())
 
 
 def compare(
@@ -228,31 +231,3 @@ def _amortised(model: MLP, name: str, batch_size: int) -> dict[str, float]:
     usual = statistics.median(row[4:])  # QE's buffer is full by then
     mean = usual if name in FIRST_ORDER else (row[0] + (PERIOD - 1) * usual) / PERIOD
     return {"seconds": mean, "usual_seconds": usual, "refresh_seconds": row[0]}
-
-
-def figure(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Cost in steps of SGD against width and batch size."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
-    for axis, panel in zip(("width", "batch"), axes, strict=True):
-        rows = [row for row in result["rows"] if row["axis"] == axis]
-        base = {row[axis]: row["seconds"] for row in rows if row["name"] == "sgd"}
-        for name in dict.fromkeys(row["name"] for row in rows if row["name"] != "sgd"):
-            own = [(r[axis], r["seconds"] / base[r[axis]]) for r in rows if r["name"] == name]
-            panel.plot(*zip(*own, strict=True), marker="o", label=SUBJECTS[name].title)
-        panel.set(
-            xscale="log",
-            yscale="log",
-            xlabel={"width": "layer width, batch 512", "batch": "batch size, width 512"}[axis],
-        )
-        panel.set_xscale("log", base=2)
-        panel.grid(alpha=0.3, which="both")
-    axes[0].set_ylabel(f"cost in steps of SGD, refresh every {PERIOD}")
-    axes[1].legend(fontsize=7)
-    fig.tight_layout()
-    fig.savefig(path, dpi=130)
-    plt.close(fig)

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from kldwrm_jax.experiments.runs import Run
+from kldwrm_jax.experiments.runs import Record, Run
 
 Row = tuple[str, str, bool]  # heading, metric, whether it is a test metric
 
@@ -72,6 +72,26 @@ def mean_and_band(
         _zoom(axes[row, 0], np.concatenate(every[metric]), metric)
     axes[0, 1].legend(fontsize=9)
     figure.suptitle(title, fontsize=11)
+    return _save(figure, path)
+
+
+def cost(path: Path, result: Record, titles: Mapping[str, str]) -> Path:
+    """What ``kldwrm bench --scaling`` found: cost in steps of SGD against width and batch size."""
+    figure = _figure(11, 4.2)
+    axes = figure.subplots(1, 2, sharey=True)
+    headings = {"width": "layer width, batch 512", "batch": "batch size, width 512"}
+    for (axis, heading), panel in zip(headings.items(), axes, strict=True):
+        rows = [row for row in result["rows"] if row["axis"] == axis]
+        base = {row[axis]: row["seconds"] for row in rows if row["name"] == "sgd"}
+        for name in dict.fromkeys(row["name"] for row in rows if row["name"] != "sgd"):
+            own = [(r[axis], r["seconds"] / base[r[axis]]) for r in rows if r["name"] == name]
+            panel.plot(*zip(*own, strict=True), marker="o", label=titles[name])
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_xlabel(heading)
+        panel.grid(alpha=0.3, which="both")
+    axes[0].set_ylabel(f"cost in steps of SGD, refresh every {result['period']}")
+    axes[1].legend(fontsize=7)
     return _save(figure, path)
 
 

@@ -5,16 +5,15 @@ The first line (``kind`` "run") says what was run, with which versions and where
 """
 
 import dataclasses
-import importlib.metadata
 import json
 import math
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kldwrm_jax.experiments.errors import UsageError
+from kldwrm_jax.experiments.provenance import machine, versions
 
 Record = dict[str, Any]
 
@@ -116,15 +115,4 @@ def replace(path: Path, content: bytes) -> None:
 
 def provenance() -> Record:
     """Versions and machine."""
-    packages = ("jax", "jaxlib", "flax", "optax", "kldwrm_jax", "numpy")
-    return {
-        "versions": {
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in packages},
-        },
-        "machine": {
-            "platform": platform.platform(),
-            "processor": platform.processor() or platform.machine(),
-            "cpus": os.cpu_count(),
-        },
-    }
+    return {"versions": versions(), "machine": machine()}

@@ -1,12 +1,9 @@
 """Timing of training steps: compiled beforehand, interleaved, with their spread."""
 
 import dataclasses
-import os
-import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -92,36 +89,3 @@ def run_steps(step: Step, state: Any, batch: Any, steps: int) -> tuple[Any, tupl
         state = jax.block_until_ready(step(state, batch))
         row.append(time.perf_counter() - begin)
     return state, tuple(row)
-
-
-def machine() -> dict[str, Any]:
-    """Where and with what something was measured."""
-    return {
-        "platform": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "backend": jax.default_backend(),
-        "devices": [device.device_kind for device in jax.devices()],
-        "python": platform.python_version(),
-        "versions": versions(("jax", "jaxlib", "flax", "optax", "kldwrm_jax", "kfac-jax")),
-    }
-
-
-def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Versions of those packages that are installed."""
-    found = {}
-    for package in packages:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            names = (line.split(":", 1)[1].strip() for line in lines if "model name" in line)
-            return next(names, platform.processor())
-    except OSError:
-        return platform.processor()

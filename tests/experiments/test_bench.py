@@ -4,7 +4,7 @@ import json
 import pytest
 from rich.console import Console
 
-from kldwrm_jax.experiments import bench
+from kldwrm_jax.experiments import bench, figures
 from kldwrm_jax.experiments.bench_subjects import MLP, SUBJECTS
 from kldwrm_jax.experiments.timing import Timing
 
@@ -60,7 +60,7 @@ def test_scaling_covers_widths_and_batch_sizes_and_draws_them(small, tmp_path):
         ("batch", 2, "sgd"),
         ("batch", 2, "kfac"),
     }
-    bench.figure(result, tmp_path / "scaling.png")
+    figures.cost(tmp_path / "scaling.png", result, {"kfac": "K-FAC"})
     assert (tmp_path / "scaling.png").stat().st_size > 1000
 
 

@@ -80,4 +80,4 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 def test_a_run_says_with_what_and_where_it_was_made():
     made = runs.provenance()
     assert set(made["versions"]) >= {"python", "jax", "jaxlib", "flax", "optax", "kldwrm_jax"}
-    assert made["machine"]["cpus"] >= 1
+    assert made["machine"]["cores"] >= 1

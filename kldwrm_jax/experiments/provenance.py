@@ -1,0 +1,41 @@
+"""With what, and where, a result was made."""
+
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+import jax
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "kldwrm_jax", "kfac-jax")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, and of those packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """The machine, as far as it says anything about a time."""
+    return {
+        "platform": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "backend": jax.default_backend(),
+        "devices": [device.device_kind for device in jax.devices()],
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            names = (line.split(":", 1)[1].strip() for line in lines if "model name" in line)
+            return next(names, platform.processor())
+    except OSError:
+        return platform.processor()
