@@ -31,6 +31,18 @@ def test_reads_what_was_written(content, tmp_path):
         (gzip.compress(CONTENT)[:-8] + b"12345678", "damaged gzip"),
         (b"\x1f\x8b\x08" + b"\xff" * 40, "damaged gzip"),
     ],
+    # Named, since compressed bytes have the time in them.
+    ids=[
+        "a byte short",
+        "a byte long",
+        "half a header",
+        "empty",
+        "a web page",
+        "another shape",
+        "gzip cut short",
+        "gzip of another sum",
+        "no gzip",
+    ],
 )
 def test_a_damaged_file_is_named_and_not_believed(content, complaint, tmp_path):
     path = tmp_path / "images.gz"
