@@ -22,6 +22,7 @@ from kldwrm_jax.experiments.recipes import Setting
 from kldwrm_jax.experiments.runs import Record, Run
 
 _TEST_CHUNK = 1000  # images evaluated at once
+_CLOCKS = ("seconds", "cpu_seconds")  # of training alone; the second does not see other programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,11 +280,12 @@ def train(
     key = jax.random.key(seed)
     header = _header(spec, seed)
     checkpoint, records = _start(trainer, key, log, header, _before(spec, seed, folder, resume))
-    state, seconds = checkpoint.state, records[-1]["seconds"] if records else 0.0
+    state = checkpoint.state
+    seconds, cpu_seconds = (records[-1][name] if records else 0.0 for name in _CLOCKS)
     steps = trainer.steps_per_epoch
     watcher.start(spec.setting.title, seed, spec.epochs, steps, checkpoint.epoch)
     for epoch in range(checkpoint.epoch, spec.epochs):
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         losses = []
         for chosen in _batches(seed, epoch, len(trainer.train_y), spec.batch_size):
             state, loss = trainer.step(state, key, chosen, trainer.train_x, trainer.train_y)
@@ -292,11 +294,13 @@ def train(
             jax.block_until_ready(loss)
             watcher.step()
         seconds += time.perf_counter() - started
+        cpu_seconds += time.process_time() - cpu_started
         record = {
             "kind": "epoch",
             "epoch": epoch + 1,
             "steps": (epoch + 1) * steps,
             "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
             "train_loss": runs.number(np.mean(jax.device_get(losses))),
             "test": trainer.test(state.params),
         }
@@ -306,6 +310,7 @@ def train(
     end = {
         "kind": "end",
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "compile_seconds": trainer.compile_seconds,
         "diagnostics": _diagnostics(spec, state.opt_state),
     }
