@@ -4,6 +4,7 @@ from kldwrm_jax.curvature.blocks import Block, Dense, Diagonal, Kronecker, avera
 from kldwrm_jax.curvature.decompositions import decompose
 from kldwrm_jax.curvature.layers import LayerBlock, Layers, Parameter, per_block
 from kldwrm_jax.curvature.monitors import AveragingError, averaging_error, contraction
+from kldwrm_jax.curvature.outliers import sift
 from kldwrm_jax.curvature.sides import LowRank
 from kldwrm_jax.curvature.solvers import (
     Damping,
@@ -43,4 +44,5 @@ __all__ = [
     "contraction",
     "decompose",
     "per_block",
+    "sift",
 ]

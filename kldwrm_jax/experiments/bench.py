@@ -41,7 +41,7 @@ WIDTHS = (128, 256, 512, 1024, 2048, 4096)
 BATCHES = (64, 128, 256, 512, 1024, 2048)
 # An eigendecomposition of a very wide layer takes minutes on a CPU; QE has no wide case.
 WIDEST = {"kfac-product": 2048, "q": 2048, "q-reweighted": 1024, "qe": 512}
-SCALED = ("sgd", "adam", "kfac", "so", "kfac-product", "q", "q-reweighted", "qe", "kfac-randomized")
+SCALED = ("adam", "kfac", "so", "kfac-product", "q", "q-reweighted", "qe", "kfac-randomized")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -200,7 +200,7 @@ def scaling(
 
     ``keep`` is given what there is after every case.
     """
-    chosen = [name for name in SCALED if name in names or name == "sgd"]
+    chosen = [name for name in SCALED if name in names]
     cases = [
         ("width", width, MLP((width, width)), 512, name)
         for width in WIDTHS
@@ -215,19 +215,31 @@ def scaling(
         for axis, value, model, batch_size, name in cases:
             progress.update(bar, description=f"{axis} {value}: {name}")
             rows.append(
-                {"axis": axis, axis: value, "name": name, **_amortised(model, name, batch_size)}
+                {"axis": axis, axis: value, "name": name, **_beside_sgd(model, name, batch_size)}
             )
             keep(result)
             progress.advance(bar)
     return result
 
 
-def _amortised(model: MLP, name: str, batch_size: int) -> dict[str, float]:
-    """Seconds of a step, from one with a refresh and some without, by their shares of a period."""
+def _beside_sgd(model: MLP, name: str, batch_size: int) -> dict[str, float]:
+    """Seconds of a step, from one with a refresh and some without, by their shares of a period.
+
+    SGD is measured before and after, so that both meet the same machine.
+    """
     batch = batch_of(batch_size)
-    step, state = training_step(model, name, batch)
-    compiled = compile_step(step, state, batch, attempts=1)
-    state, row = run_steps(compiled.step, compiled.state, batch, 9)
+    own, sgd = (
+        compile_step(*training_step(model, each, batch), batch, attempts=1)
+        for each in (name, "sgd")
+    )
+    base, before = run_steps(sgd.step, sgd.state, batch, 10)
+    _, row = run_steps(own.step, own.state, batch, 9)
+    _, after = run_steps(sgd.step, base, batch, 10)
     usual = statistics.median(row[4:])  # QE's buffer is full by then
     mean = usual if name in FIRST_ORDER else (row[0] + (PERIOD - 1) * usual) / PERIOD
-    return {"seconds": mean, "usual_seconds": usual, "refresh_seconds": row[0]}
+    return {
+        "seconds": mean,
+        "usual_seconds": usual,
+        "refresh_seconds": row[0],
+        "sgd_seconds": statistics.median(before + after),
+    }

@@ -82,9 +82,8 @@ def cost(path: Path, result: Record, titles: Mapping[str, str]) -> Path:
     headings = {"width": "layer width, batch 512", "batch": "batch size, width 512"}
     for (axis, heading), panel in zip(headings.items(), axes, strict=True):
         rows = [row for row in result["rows"] if row["axis"] == axis]
-        base = {row[axis]: row["seconds"] for row in rows if row["name"] == "sgd"}
-        for name in dict.fromkeys(row["name"] for row in rows if row["name"] != "sgd"):
-            own = [(r[axis], r["seconds"] / base[r[axis]]) for r in rows if r["name"] == name]
+        for name in dict.fromkeys(row["name"] for row in rows):
+            own = [(r[axis], r["seconds"] / r["sgd_seconds"]) for r in rows if r["name"] == name]
             panel.plot(*zip(*own, strict=True), marker="o", label=titles[name])
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")

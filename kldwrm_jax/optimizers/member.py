@@ -102,6 +102,7 @@ class Member:
             count=jnp.zeros((), jnp.int32),
             factors=factors,
             inverses=inverses,
+            strange=jnp.zeros(len(factors), jnp.int32),
             g_prev=like_params() if remembers else None,
             g_hat=like_params() if remembers else None,
             pull=like_params() if remembers else None,
@@ -185,11 +186,15 @@ class Member:
         kept["monitor"] = kept["monitor"]._replace(
             refreshes=refreshes,
             rejected_refreshes=state.monitor.rejected_refreshes + curvature.rejected,
+            outliers=state.monitor.outliers + curvature.outlier,
             rejected_steps=state.monitor.rejected_steps + ~finite,
         )
         step = {path: jnp.where(taken, x, 0) for path, x in s.items()}
         return _like(updates, step), state._replace(
-            factors=curvature.factors, inverses=curvature.inverses, **kept
+            factors=curvature.factors,
+            inverses=curvature.inverses,
+            strange=curvature.strange,
+            **kept,
         )
 
     def _model_gradient(self, g: Leaves, state: KLDWRMState) -> Leaves:

@@ -21,6 +21,7 @@ from kldwrm_jax.curvature import (
     Solver,
     average,
     per_block,
+    sift,
 )
 from kldwrm_jax.curvature.blocks import Factors
 from kldwrm_jax.optimizers.inverse import Inverse, Turn, turns
@@ -47,10 +48,12 @@ class Curvature(NamedTuple):
 
     factors: dict[str, Factors]
     inverses: dict[str, Any]
+    strange: jax.Array
     b: dict[str, Factors] | None  # B_k, undamped, if it is wanted
     own: Direction | None  # the direction, where that of a refresh has a B_k of its own
     refreshed: jax.Array  # bool []: statistics were taken in
     rejected: jax.Array  # bool []: they were not finite, and nothing has changed
+    outlier: jax.Array  # bool []: some block's were absurd, and kept out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,41 +133,51 @@ class Refresh:
 
         def keep() -> Curvature:
             b = state.factors if self.wants_b else None
-            return Curvature(state.factors, state.inverses, b, direction, no, no)
+            return Curvature(state.factors, state.inverses, state.strange, b, direction, no, no, no)
 
         def refresh() -> Curvature:
             fresh = optax.tree.cast(oracle.factors(), float)
-            weight = jnp.where(at.first, 0, rho)
-            f_bar = state.factors | {
-                name: average(state.factors[name], fresh[name], weight) for name in names
-            }
+            decay = jnp.where(at.first, 0, rho)
+            places = jnp.array([sorted(state.factors).index(name) for name in names])
+            before = [state.factors[name] for name in names]
+            sifted = sift(
+                kinds, before, [fresh[name] for name in names], decay, state.strange[places]
+            )
+            averages = [
+                average(old, new, sifted.rho[i])
+                for i, (old, new) in enumerate(zip(before, sifted.factors, strict=True))
+            ]
+            f_bar = state.factors | dict(zip(names, averages, strict=True))
             usable, old = _all_finite(g), keep()
 
-            def accept_if_finite(new: Curvature, made: Any) -> Curvature:
-                good = usable & _all_finite(made)
-                new = new._replace(refreshed=good)
-                rejecting = old._replace(rejected=usable & ~good)
-                return jax.lax.cond(good, lambda: new, lambda: rejecting)
+            def accept_if(finite: jax.Array, new: Curvature) -> Curvature:
+                good = usable & finite
+                new = new._replace(
+                    strange=state.strange.at[places].set(sifted.strange),
+                    refreshed=good,
+                    outlier=sifted.kept_out.any(),
+                )
+                return optax.tree.where(good, new, old._replace(rejected=usable & ~good))
 
             def average_only() -> Curvature:
-                new = old._replace(factors=f_bar, b=f_bar if self.wants_b else None)
-                return accept_if_finite(new, [f_bar[name] for name in names])
+                b = f_bar if self.wants_b else None
+                return accept_if(sifted.finite, old._replace(factors=f_bar, b=b))
 
             def invert() -> Curvature:
-                averages = [f_bar[name] for name in names]
                 b, own = f_bar, None
                 if quadratic is None:
-                    before = [state.inverses[name] for name in names]
+                    caches = [state.inverses[name] for name in names]
                     damping = self.solver.damping
-                    caches = self.inverse.make(damping, kinds, averages, gamma, before)
+                    caches = self.inverse.make(damping, kinds, averages, gamma, caches)
                 else:
-                    fresh_ones = [fresh[name] for name in names]
-                    caches, operators = quadratic.refresh(kinds, averages, fresh_ones, at)
+                    caches, operators = quadratic.refresh(kinds, averages, sifted.factors, at)
                     own = _direct(blocks, operators, h, rhs)
-                    b = f_bar | dict(zip(names, fresh_ones, strict=True))
+                    b = f_bar | dict(zip(names, sifted.factors, strict=True))
                 inverses = state.inverses | dict(zip(names, caches, strict=True))
-                new = Curvature(f_bar, inverses, b if self.wants_b else None, own, no, no)
-                return accept_if_finite(new, (averages, caches, own))
+                new = old._replace(
+                    factors=f_bar, inverses=inverses, b=b if self.wants_b else None, own=own
+                )
+                return accept_if(sifted.finite & _all_finite((caches, own)), new)
 
             if self.inverse.stagger:
                 return average_only()

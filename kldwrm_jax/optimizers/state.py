@@ -13,6 +13,7 @@ class Monitor(NamedTuple):
 
     refreshes: jax.Array  # int32 []: statistics taken into the average
     rejected_refreshes: jax.Array  # int32 []: statistics or inverses that were not finite
+    outliers: jax.Array  # int32 []: refreshes that kept a block's absurd statistics out
     rejected_steps: jax.Array  # int32 []: gradients or directions that were not finite
     kl_clip: jax.Array  # float [], 1 where nothing was clipped
     block_clip: jax.Array  # float [], the smallest over all parameters
@@ -31,6 +32,7 @@ class KLDWRMState(NamedTuple):
     count: chex.Array  # int32 []: steps taken
     factors: dict[str, Any]  # exponentially averaged factors, by block
     inverses: dict[str, Any]  # what the solver keeps of them
+    strange: jax.Array  # int32 (blocks,): refreshes in a row far from the average, by name
     g_prev: optax.Updates | None  # the gradient of the step before
     g_hat: optax.Updates | None  # the effective gradient of the step before
     pull: optax.Updates | None  # R, the wake's pull, for the step to come
@@ -41,7 +43,7 @@ class KLDWRMState(NamedTuple):
 
 def new_monitor() -> Monitor:
     """A monitor before the first step."""
-    counters = (jnp.zeros((), jnp.int32) for _ in range(3))
+    counters = (jnp.zeros((), jnp.int32) for _ in range(4))
     clips = (jnp.ones((), float) for _ in range(2))
     scalars = (jnp.zeros((), float) for _ in range(4))
     return Monitor(*counters, *clips, *scalars)
@@ -55,13 +57,15 @@ def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
 
     Returns:
       ``steps`` taken; ``refreshes`` of the curvature; ``rejected_refreshes`` (statistics or
-      inverses that were not finite: the last good ones stay in use); ``rejected_steps`` (gradients
-      or directions that were not finite: no step was taken); ``kl_clip`` and ``block_clip``, the
-      last step's factors (the smallest for the latter); ``contraction``,
-      :math:`\rho \|I - \hat M\|`, which must stay below 1 for :math:`\hat g` to stay bounded;
-      ``wake_ratio``, the norm of the wake's pull over that of the learning rate times the gradient;
-      ``objective_before`` and ``objective_after`` of QE's inner solver (0 before it starts, and for
-      other members; not finite where it diverged and the Q step was taken).
+      inverses that were not finite: the last good ones stay in use); ``outliers`` (refreshes at
+      which some block's statistics were a million times larger or smaller than their average, and
+      were kept out of it; the third in a row is believed); ``rejected_steps`` (gradients or
+      directions that were not finite: no step was taken); ``kl_clip`` and ``block_clip``, the last
+      step's factors (the smallest for the latter); ``contraction``, :math:`\rho \|I - \hat M\|`,
+      which must stay below 1 for :math:`\hat g` to stay bounded; ``wake_ratio``, the norm of the
+      wake's pull over that of the learning rate times the gradient; ``objective_before`` and
+      ``objective_after`` of QE's inner solver (0 before it starts, and for other members; not
+      finite where it diverged and the Q step was taken).
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp

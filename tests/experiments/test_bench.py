@@ -49,18 +49,19 @@ def test_a_benchmark_prints_its_table_and_saves_ratios_spread_and_machine(small,
 def test_scaling_covers_widths_and_batch_sizes_and_draws_them(small, tmp_path):
     kept = []
     result = bench.scaling(
-        ["kfac"], Console(quiet=True), lambda so_far: kept.append(len(so_far["rows"]))
+        ["adam", "kfac"], Console(quiet=True), lambda so_far: kept.append(len(so_far["rows"]))
     )
     assert kept == [1, 2, 3, 4, 5]
+    assert all(row["sgd_seconds"] > 0 for row in result["rows"])
     cases = {(row["axis"], row[row["axis"]], row["name"]) for row in result["rows"]}
     assert cases == {
-        ("width", 4, "sgd"),
+        ("width", 4, "adam"),
         ("width", 4, "kfac"),
-        ("width", 8, "sgd"),  # and too wide for the other
-        ("batch", 2, "sgd"),
+        ("width", 8, "adam"),  # and too wide for the other
+        ("batch", 2, "adam"),
         ("batch", 2, "kfac"),
     }
-    figures.cost(tmp_path / "scaling.png", result, {"kfac": "K-FAC"})
+    figures.cost(tmp_path / "scaling.png", result, {"adam": "Adam", "kfac": "K-FAC"})
     assert (tmp_path / "scaling.png").stat().st_size > 1000
 
 

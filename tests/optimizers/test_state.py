@@ -14,6 +14,7 @@ KEYS = {
     "steps",
     "refreshes",
     "rejected_refreshes",
+    "outliers",
     "rejected_steps",
     "kl_clip",
     "block_clip",
@@ -34,7 +35,7 @@ def fields(state):
 
 
 def test_every_member_holds_what_it_needs_and_nothing_else(small):
-    common = {"count", "factors", "inverses", "monitor"}
+    common = {"count", "factors", "inverses", "strange", "monitor"}
     wake = common | {"g_prev", "g_hat", "pull"}
     for tx, expected in [
         (kw.kfac(small.layers, 0.1), common),
