@@ -1,7 +1,7 @@
 """K-FAC and the KLD-WRM family of natural-gradient optimizers, as Optax transforms."""
 
 from kldwrm_jax import capture, curvature, wake
-from kldwrm_jax.capture import instrument
+from kldwrm_jax.capture import instrument, tag
 from kldwrm_jax.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from kldwrm_jax.optimizers import (
     Inverse,
@@ -28,5 +28,6 @@ __all__ = [
     "q_kldwrm",
     "qe_kldwrm",
     "so_kldwrm",
+    "tag",
     "wake",
 ]

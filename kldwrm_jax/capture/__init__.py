@@ -1,6 +1,7 @@
 """Capture: how a model's layers are found and their statistics computed."""
 
 from kldwrm_jax.capture.instrument import Instrumented, instrument
+from kldwrm_jax.capture.mark import tag
 from kldwrm_jax.capture.oracle import Oracle
 
-__all__ = ["Instrumented", "Oracle", "instrument"]
+__all__ = ["Instrumented", "Oracle", "instrument", "tag"]

@@ -14,31 +14,32 @@ def _is_static(leaf: Any) -> bool:
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Arguments of ``model.apply`` other than the parameters.
+    """All that a model is called with but its parameters.
 
-    Python bools, strings, None and callables among the arguments belong to the tree's structure;
-    everything else is a leaf.
+    Python bools, strings, None and callables among the arguments belong to the tree's structure,
+    and so does ``graph``, the structure of an NNX module; everything else is a leaf.
     """
 
     args: tuple
     kwargs: Mapping[str, Any]
     variables: Mapping[str, Any]
     rngs: Mapping[str, jax.Array] | jax.Array | None
+    graph: Any = None
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
         """Leaves of the arguments that are arrays, then the other fields."""
         leaves, treedef = jax.tree.flatten((self.args, dict(self.kwargs)))
         static = tuple((i, leaf) for i, leaf in enumerate(leaves) if _is_static(leaf))
         arrays = [leaf for leaf in leaves if not _is_static(leaf)]
-        return (arrays, self.variables, self.rngs), (treedef, static)
+        return (arrays, self.variables, self.rngs), (treedef, static, self.graph)
 
     @classmethod
     def tree_unflatten(cls, aux: tuple, children: tuple) -> "Call":
         """The call again, whatever its leaves have become."""
-        treedef, static = aux
+        treedef, static, graph = aux
         arrays, variables, rngs = children
         leaves = list(arrays)
         for i, leaf in static:
             leaves.insert(i, leaf)
         args, kwargs = jax.tree.unflatten(treedef, leaves)
-        return cls(args, kwargs, variables, rngs)
+        return cls(args, kwargs, variables, rngs, graph)

@@ -7,12 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import nnx
 
 from kldwrm_jax.arguments import check_choice, check_count
 from kldwrm_jax.capture.call import Call
-from kldwrm_jax.capture.linen import LinenModel, survey
-from kldwrm_jax.capture.linen_layers import Options
+from kldwrm_jax.capture.function import survey_function
+from kldwrm_jax.capture.linen import survey_linen
+from kldwrm_jax.capture.model import Model
+from kldwrm_jax.capture.nnx import survey_nnx
 from kldwrm_jax.capture.oracle import Oracle
+from kldwrm_jax.capture.readings import Options
 from kldwrm_jax.curvature import Layers
 from kldwrm_jax.likelihoods import Likelihood
 
@@ -28,7 +32,7 @@ class Instrumented:
     layers: Layers
     likelihood: Likelihood
     fisher: str
-    model: LinenModel
+    model: Model
 
     def oracle(
         self,
@@ -44,17 +48,19 @@ class Instrumented:
         """Binds parameters and a batch; computes nothing until it is asked.
 
         Args:
-          params: the model's ``params``.
-          *args: the batch, as ``model.apply`` takes it.
+          params: the ``params`` of a Linen model; an NNX model itself, as it is now, or its
+            ``nnx.state(model, nnx.Param)``; the parameters of a function.
+          *args: the batch, as the model takes it.
           targets: labels; needed by ``fisher="empirical"`` and by ``oracle.loss``.
           key: a PRNG key; needed by ``fisher="sampled"``.
           weights: over the outputs' leading axes, 0 for padding: an example's or a token's. Layers
             under a scan over time see an example's weights only, summed over its tokens. Every
-            layer must see the examples along the first axis of its input, so not under a ``vmap``
-            over examples.
-          variables: other collections, such as ``batch_stats``; they run mutable and their updates
-            are dropped.
-          rngs: as in ``model.apply``. The same masks serve every question to this oracle.
+            layer must see the examples along the first axis of its input, or one by one under a
+            ``vmap``.
+          variables: other collections of a Linen model, such as ``batch_stats``; they run mutable
+            and their updates are dropped. Those of an NNX model come with it.
+          rngs: as in ``model.apply``; for an NNX model, what it takes as its argument ``rngs``. The
+            same masks serve every question to this oracle.
           **kwargs: keyword arguments of the model. Python bools, strings, None and callables among
             the arguments are part of the oracle's structure, not leaves.
 
@@ -63,7 +69,7 @@ class Instrumented:
         """
         if weights is not None:
             weights = jnp.asarray(weights, float)
-        call = Call(args, kwargs, variables or {}, rngs)
+        params, call = self.model.bind(params, args, kwargs, variables, rngs)
         return Oracle(self.model, self.likelihood, self.fisher, params, call, targets, key, weights)
 
     def value_and_grad(
@@ -79,14 +85,15 @@ class Instrumented:
         take its gradient yourself and use :meth:`oracle`.
 
         Args:
-          params: the model's ``params``.
-          *args: the batch, as ``model.apply`` takes it.
+          params: as for :meth:`oracle`.
+          *args: the batch, as the model takes it.
           targets: labels.
           **kwargs: as for :meth:`oracle`.
 
         Returns:
           The loss; its gradient, shaped like ``params``; the oracle. The collections given as
-          ``variables`` are ``oracle.variables`` after the pass.
+          ``variables`` are ``oracle.variables`` after the pass; those of an NNX model are taken
+          over by ``nnx.update(model, oracle.variables)``.
 
         Example:
           >>> import flax.linen as nn, jax, jax.numpy as jnp, optax
@@ -109,7 +116,7 @@ class Instrumented:
 
 
 def instrument(
-    model: nn.Module,
+    model: nn.Module | nnx.Module | Callable[..., Any],
     likelihood: Likelihood,
     *args: Any,
     fisher: str = "sampled",
@@ -122,20 +129,23 @@ def instrument(
     rngs: Mapping[str, jax.Array] | jax.Array | None = None,
     **kwargs: Any,
 ) -> Instrumented:
-    r"""Finds a Flax model's layers and says which curvature each of them gets.
+    r"""Finds a model's layers and says which curvature each of them gets.
 
-    The model is traced with shapes alone and is not changed. Dense, DenseGeneral (and so
-    attention), Einsum, Conv and ConvTranspose, recurrent cells and Embed get Kronecker blocks
+    The model is traced with shapes alone and is not changed. In Flax's Linen and NNX layers are
+    found by themselves; a plain function marks its own with :func:`~kldwrm_jax.tag`. Dense or
+    Linear, DenseGeneral (and so attention), Einsum, Conv and ConvTranspose, recurrent cells and
+    Embed get Kronecker blocks
     :math:`A \otimes G`; normalisations get diagonal blocks of squared per-example gradients. Every
     other parameter gets, by ``uncovered``, an error or a diagonal block, the square of the gradient
     of :math:`\sum_n \epsilon_n \sqrt{w_n/W}\, \ell_n` with random signs :math:`\epsilon`, an
     unbiased but noisy estimate of the Fisher's diagonal. ``print(net.layers)`` shows it all.
 
     Args:
-      model: a Flax Linen module.
+      model: a Flax Linen module; a Flax NNX module; or a function of parameters and a batch.
       likelihood: what the outputs mean, such as :class:`~kldwrm_jax.Categorical`.
       *args: an example call of the model: arrays or ``jax.ShapeDtypeStruct``. Only shapes matter,
-        and the batch size may differ later.
+        and the batch size may differ later. For a function the parameters are its first argument:
+        any pytree, whose floating-point leaves are trained.
       fisher: ``"sampled"`` (labels drawn from the model: the Fisher of the paper's definition),
         ``"empirical"`` (the data's labels) or ``"exact"`` (the full expectation).
       bias: ``"joint"`` (kernel and bias in one block) or ``"separate"``.
@@ -147,7 +157,8 @@ def instrument(
       output: picks what the likelihood sees from what the model returns.
       variables: the model's variables, or their shapes, if ``model.init`` cannot be called with
         these arguments.
-      rngs: keys by name, if the model needs others than ``params`` and ``dropout``.
+      rngs: keys by name, if a Linen model needs others than ``params`` and ``dropout``, or an NNX
+        model takes them as its argument ``rngs``.
       **kwargs: keyword arguments of the example call.
 
     Returns:
@@ -174,6 +185,21 @@ def instrument(
       >>> a.shape, g.shape
       ((6, 6), (8, 8))
 
+      The same in NNX; the model stays as it is.
+
+      >>> from flax import nnx
+      >>> model = nnx.Sequential(
+      ...     nnx.Linear(5, 8, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(8, 3, rngs=nnx.Rngs(1))
+      ... )
+      >>> net = kw.instrument(model, kw.Categorical(), x)
+      >>> optimizer = nnx.Optimizer(model, kw.kfac(net.layers, 0.1), wrt=nnx.Param)
+      >>> @nnx.jit
+      ... def step(model, optimizer, key):
+      ...     oracle = net.oracle(model, x, targets=y, key=key)
+      ...     grads = nnx.grad(lambda m: kw.Categorical().nll(m(x), y).mean())(model)
+      ...     optimizer.update(model, grads, oracle=oracle)
+      >>> step(model, optimizer, jax.random.key(1))
+
     References:
       Martens, Grosse, `Optimizing Neural Networks with Kronecker-factored Approximate Curvature
       <https://arxiv.org/abs/1503.05671>`_, 2015; Eschenhagen et al., `Kronecker-Factored
@@ -185,15 +211,14 @@ def instrument(
     check_choice("sharing", sharing, ("expand", "reduce"))
     check_choice("uncovered", uncovered, ("diagonal", "error"))
     check_count("max_factor", max_factor)
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a flax.linen.Module, got {type(model).__name__}")
     if not isinstance(likelihood, Likelihood):
         raise ValueError(
             f"likelihood must implement kldwrm_jax.Likelihood, as kldwrm_jax.Categorical() does, "
             f"got {likelihood!r}"
         )
+    options = Options(bias, sharing, max_factor)
     call = Call(args, kwargs, variables or {}, rngs)
-    seen = survey(model, output, Options(bias, sharing, max_factor), call)
+    seen = _survey(model, output, options, call)
     if uncovered == "error" and seen.uncovered:
         notes = "; ".join(f"{path} ({seen.layers[path].note})" for path in seen.uncovered)
         raise ValueError(
@@ -201,3 +226,19 @@ def instrument(
             f"diagonal blocks, or train them with another optimizer through optax.partition"
         )
     return Instrumented(seen.layers, likelihood, fisher, seen)
+
+
+def _survey(
+    model: Any, output: Callable[[Any], jax.Array] | None, options: Options, call: Call
+) -> Model:
+    """The front end of a model, by its type."""
+    if isinstance(model, nn.Module):
+        return survey_linen(model, output, options, call)
+    if isinstance(model, nnx.Module):
+        return survey_nnx(model, output, options, call)
+    if callable(model) and not isinstance(model, type):
+        return survey_function(model, output, options, call)
+    raise ValueError(
+        f"model must be a flax.linen.Module, a flax.nnx.Module or a function of parameters and a "
+        f"batch, got {type(model).__name__}"
+    )

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from kldwrm_jax.capture.call import Call
-from kldwrm_jax.capture.linen import LinenModel, Watch
-from kldwrm_jax.capture.statistics import Probes
+from kldwrm_jax.capture.model import Model
+from kldwrm_jax.capture.observe import Probes
+from kldwrm_jax.capture.watch import Watch
 from kldwrm_jax.curvature.blocks import Factors
 from kldwrm_jax.likelihoods import Likelihood
 from kldwrm_jax.paths import leaves_by_path, replace_leaves
@@ -57,7 +58,7 @@ class Oracle:
     forward pass, and a refresh needs a backward pass only.
     """
 
-    model: LinenModel
+    model: Model
     likelihood: Likelihood
     fisher: str
     params: Any
@@ -90,7 +91,7 @@ class Oracle:
         positions = self._positions(done.outputs)
         seen = _sum_over_directions(lambda c: done.vjp(c)[0], columns, positions)
         made: dict[str, Factors] = {}
-        for site in self.model.sites:
+        for site in self.model.found.sites:
             made |= site.factors(seen[site.name], scale)
         if self.model.uncovered:
             _, gradients = done.vjp(jnp.sum(self._signs(columns) * columns, axis=0))

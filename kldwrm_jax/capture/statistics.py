@@ -1,9 +1,10 @@
 r"""Statistics of a layer's inputs and output gradients, as cotangents of zero probes.
 
 A *probe* is a zero array, shaped like a statistic, that travels with the parameters. A layer's
-output passes through :func:`observe`, the identity, whose cotangent for the probes is the
-statistic. So the statistics of a whole network are one vector-Jacobian product, whatever ``scan``,
-``remat`` or ``vmap`` the layers stand under, and a layer called twice sums its calls by itself.
+output passes through :func:`~kldwrm_jax.capture.observe.observe`, the identity, whose cotangent for
+the probes is the statistic. So the statistics of a whole network are one vector-Jacobian product,
+whatever ``scan``, ``remat`` or ``vmap`` the layers stand under, and a layer called twice sums its
+calls by itself.
 
 Scale: the cotangent fed to the network carries :math:`\sqrt{w_n / W}` for every sample, with
 :math:`W = \sum_n w_n`; so sums over rows of :math:`g g'` are means over samples already. ``rows``,
@@ -13,52 +14,12 @@ being zero that a layer was not reached.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
-Probes = dict[str, jax.Array]
-Statistic = Callable[[jax.Array, jax.Array, jax.Array | None], Probes]
-
-
-def observe(
-    statistic: Statistic,
-    z: jax.Array,
-    inputs: jax.Array,
-    probes: Probes,
-    weights: jax.Array | None,
-) -> jax.Array:
-    """The identity on ``z``; cotangents of ``probes`` are ``statistic(inputs, dz, weights)``."""
-
-    @jax.custom_vjp
-    def identity(
-        z: jax.Array, inputs: jax.Array, probes: Probes, weights: jax.Array | None
-    ) -> jax.Array:
-        del inputs, probes, weights
-        return z
-
-    def forward(
-        z: jax.Array, inputs: jax.Array, probes: Probes, weights: jax.Array | None
-    ) -> tuple[jax.Array, tuple[jax.Array, Probes, jax.Array | None]]:
-        return z, (inputs, probes, weights)
-
-    def backward(
-        residuals: tuple[jax.Array, Probes, jax.Array | None], g: jax.Array
-    ) -> tuple[jax.Array, None, Probes, None]:
-        inputs, probes, weights = jax.tree.map(jnp.asarray, residuals)  # some may be constants
-        seen = statistic(inputs, g, weights)
-        cotangents = {
-            name: seen[name].reshape(probe.shape).astype(probe.dtype)
-            if name in seen
-            else jnp.zeros_like(probe)
-            for name, probe in probes.items()
-        }
-        return g, None, cotangents, None
-
-    identity.defvjp(forward, backward)
-    return identity(z, inputs, probes, weights)
+from kldwrm_jax.capture.observe import Probes
 
 
 class Observation(Protocol):
@@ -119,14 +80,9 @@ def _row_weights(rows: tuple[int, ...], weights: jax.Array | None) -> jax.Array 
     return jnp.broadcast_to(matched, rows)
 
 
-def _count(values: jax.Array, w: jax.Array | None) -> jax.Array:
-    """The sum of the rows' weights, made to depend on the rows.
-
-    Under a ``vmap`` with shared parameters this is then summed over the mapped axis if, and only
-    if, the statistic is.
-    """
-    total = values.shape[0] if w is None else jnp.sum(w)
-    return values[0] * 0 + total
+def _count(rows: int, w: jax.Array | None) -> jax.Array:
+    """The sum of the rows' weights."""
+    return jnp.asarray(rows, float) if w is None else jnp.sum(w)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,11 +151,10 @@ class MatrixProduct:
         g_summed = g_summed.reshape(-1, *g_summed.shape[len(samples[:1]) :])
         if self.bias == "joint":
             a = _with_ones(a)
-        first = a.reshape(a.shape[0], -1)[:, 0]
         return {
             "A": _gram(a, w, self.a_diagonal),
             "G": _gram(g, None, self.g_diagonal),
-            "rows": _count(first, w),
+            "rows": _count(a.shape[0], w),
             "bias_G": _gram(g_summed, None, self.g_diagonal),
         }
 
@@ -255,7 +210,7 @@ class Lookup:
         """A look-up: ``tokens`` (*samples,), ``g`` (*samples, columns)."""
         g = _full(g)
         w = _row_weights(tokens.shape, weights)
-        amounts = (tokens * 0 + 1).astype(g.dtype) if w is None else (tokens * 0 + 1) * w
+        amounts = jnp.ones(tokens.shape, g.dtype) if w is None else w
         return {
             "A": jnp.zeros(self.rows, g.dtype).at[tokens.reshape(-1)].add(amounts.reshape(-1)),
             "G": _gram(g.reshape(-1, self.columns), None, self.g_diagonal),
@@ -270,7 +225,7 @@ class Lookup:
         return {
             "attend_A": _gram(g.reshape(-1, self.rows), None, True),
             "attend_G": _gram(flat, w, self.g_diagonal),
-            "attend_rows": _count(flat[:, 0], w),
+            "attend_rows": _count(flat.shape[0], w),
         }
 
     def factors(self, seen: Probes) -> dict[str, tuple[jax.Array, ...]]:
@@ -322,7 +277,7 @@ class Normalization:
         return {
             "scale": squares(g * x),
             "bias": squares(g),
-            "rows": _count(x.reshape(x.shape[0] if examples else 1, -1)[:, 0], None),
+            "rows": _count(x.shape[0] if examples else 1, None),
         }
 
     def factors(self, seen: Probes) -> dict[str, tuple[jax.Array, ...]]:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -175,6 +176,11 @@ class Layers:
                     f"{path!r} has shape {jnp.shape(leaf)}, and {known[path].shape} in the layers "
                     f"that this optimizer was made for: build it from net.layers of the same model"
                 )
+            if not jnp.issubdtype(_dtype(leaf), jnp.floating):
+                raise ValueError(
+                    f"{path!r} is of type {_dtype(leaf)}, and only real floating-point numbers can "
+                    f"be trained: keep it in a collection other than 'params'"
+                )
         found = []
         for block in self.blocks:
             present = [parameter.path in leaves for parameter in block.parameters]
@@ -207,6 +213,10 @@ def per_block(
     for block in blocks:
         out |= block.scatter(f(block, block.gather(leaves)))
     return out
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
 def _state_bytes(block: LayerBlock) -> int:

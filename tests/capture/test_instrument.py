@@ -63,7 +63,7 @@ def test_unknown_choices_are_errors_that_name_the_argument(argument, value):
 
 def test_models_and_likelihoods_of_other_types_are_errors():
     with pytest.raises(ValueError, match=r"model must be a flax\.linen\.Module"):
-        kw.instrument(lambda x: x, kw.Categorical(), X)
+        kw.instrument("mlp", kw.Categorical(), X)
     with pytest.raises(ValueError, match="likelihood must implement"):
         kw.instrument(mlp, "categorical", X)
     with pytest.raises(ValueError, match="likelihood must implement"):

@@ -8,7 +8,8 @@ import numpy as np
 import precision
 import pytest
 
-from kldwrm_jax.capture.statistics import Lookup, MatrixProduct, Normalization, observe
+from kldwrm_jax.capture.observe import observe
+from kldwrm_jax.capture.statistics import Lookup, MatrixProduct, Normalization
 
 pytestmark = pytest.mark.usefixtures("x64")
 
