@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.nn import log_sigmoid, log_softmax, sigmoid
 
 from kldwrm_jax.arguments import Scalar, check_count, check_fraction, check_positive
@@ -122,18 +123,29 @@ class Categorical:
     def nll(self, outputs: jax.Array, targets: jax.Array) -> jax.Array:
         """Cross-entropy of integer ``targets``: shape of ``outputs`` without its last axis.
 
-        Targets cannot be looked at on the device: one that is too large gives NaN, and -1 is the
-        last class. Padding is said with ``net.oracle(..., weights=...)``.
+        NumPy targets are looked at; those on the device cannot be: there, one that is too large
+        gives NaN, with a gradient of NaN, so that an optimizer refuses the step; and -1 is the last
+        class. Padding is said with ``net.oracle(..., weights=...)``.
         """
-        outputs, targets = _full_precision(outputs), jnp.asarray(targets)
+        outputs = _full_precision(outputs)
+        largest = targets.max(initial=0) if _is_whole(targets) else 0
+        if largest >= outputs.shape[-1]:
+            raise ValueError(
+                f"targets of Categorical must be below the number of logits, {outputs.shape[-1]}, "
+                f"got {largest}: give the model as many outputs as there are classes"
+            )
+        targets = jnp.asarray(targets)
         if targets.shape != outputs.shape[:-1] or not jnp.issubdtype(targets.dtype, jnp.integer):
             raise ValueError(
                 f"targets of Categorical must be integer class indices of shape "
                 f"{outputs.shape[:-1]} for logits of shape {outputs.shape}, got "
                 f"{targets.dtype}{list(targets.shape)} (one-hot targets: take their argmax)"
             )
-        picked = jnp.take_along_axis(log_softmax(outputs), targets[..., None], axis=-1)
-        return -picked[..., 0]
+        classes = outputs.shape[-1]
+        targets = targets.astype(jnp.int32)  # which holds the bounds, as unsigned bytes do not
+        known = jnp.clip(targets, -classes, classes - 1)
+        picked = jnp.take_along_axis(log_softmax(outputs), known[..., None], axis=-1)
+        return -picked[..., 0] * jnp.where(known == targets, 1, jnp.nan)
 
     def sample(self, key: jax.Array, outputs: jax.Array) -> jax.Array:
         """A class index for every sample."""
@@ -251,6 +263,11 @@ class Bernoulli:
         outputs = _full_precision(outputs)
         deviation = jnp.exp(0.5 * (log_sigmoid(outputs) + log_sigmoid(-outputs)))
         return deviation * _event_basis(outputs, self.event_ndim)
+
+
+def _is_whole(targets: object) -> bool:
+    """Whole numbers that can be looked at, since they are not on a device."""
+    return isinstance(targets, np.ndarray) and np.issubdtype(targets.dtype, np.integer)
 
 
 def _check_same_shape(name: str, outputs: jax.Array, targets: jax.Array) -> None:

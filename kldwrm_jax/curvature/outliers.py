@@ -1,11 +1,17 @@
-"""Statistics too far from their average to be believed.
+r"""Statistics too far from their average to be believed.
 
 An absurd batch (inputs of 1e15, a loss multiplied by mistake) has finite statistics that would sit
 in the average for hundreds of refreshes. A block's statistics are kept out of its average if the
-trace of one of their factors is more than :data:`FAR` times that of the average, or less than one
-in :data:`FAR`. What comes back again and again is no accident but a new scale: after
-:data:`PATIENCE` refreshes in a row the average begins anew with it. A factor that is zero is not
-far from any other: averaging it in does no harm, and a layer may wake up.
+trace of one of their factors is more than :data:`FAR` times that of the average. Averaging in what
+is too small does no harm; but it may be the average that is absurd. What comes back again and again
+is no accident but a new scale: after :data:`PATIENCE` refreshes in a row that are :data:`FAR` from
+the average, above or below, it begins anew with them. A factor that is zero is not far from any
+other: a layer may fall asleep and wake up.
+
+Inputs have a scale; gradients need not have one. Where a network is sure of itself, labels drawn
+from it hold no surprise for many batches, and then one that is millions of times their average:
+honest, and the Fisher consists of these. So output factors and diagonals are compared as they
+count, with the damping that is added to them: below it, nothing is far.
 """
 
 from collections.abc import Sequence
@@ -13,6 +19,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from kldwrm_jax.arguments import Scalar
@@ -38,6 +45,7 @@ def sift(
     f: Sequence[Factors],
     rho: Scalar,
     strange: jax.Array,
+    gamma: Scalar = 0.0,
 ) -> Sifted:
     """Decides which blocks' statistics are taken into their averages.
 
@@ -48,6 +56,7 @@ def sift(
       rho: the decay of the averages.
       strange: for every block, how many refreshes in a row before this one had statistics far from
         the average.
+      gamma: the damping.
 
     Example:
       >>> import jax.numpy as jnp
@@ -59,11 +68,13 @@ def sift(
       ([False, True], [[3.0, 3.0], [1.0, 1.0]])
     """
     new, old = _traces(blocks, f), _traces(blocks, f_bar)
-    far = (old > 0) & (new > 0) & ((new > FAR * old) | (old > FAR * new))
-    far = far.any(axis=-1)
-    strange = jnp.where(far, strange + 1, 0)
+    floor = _floor(blocks, f, old, gamma)
+    known = (old > 0) & (new > 0)
+    above = (known & (new + floor > FAR * (old + floor))).any(axis=-1)
+    below = (known & (old + floor > FAR * (new + floor))).any(axis=-1)
+    strange = jnp.where(above | below, strange + 1, 0)
     anew = strange >= PATIENCE
-    kept_out = far & ~anew
+    kept_out = above & ~anew
     return Sifted(
         factors=[
             optax.tree.where(kept_out[i], *own) for i, own in enumerate(zip(f_bar, f, strict=True))
@@ -86,3 +97,14 @@ def _traces(blocks: Sequence[Block], factors: Sequence[Factors]) -> jax.Array:
         sides = [jnp.mean(side.mean_eigenvalue(x)) for side, x in block.split(f)]
         rows += [sides[0], sides[-1]]
     return jnp.stack(rows).reshape(-1, 2)
+
+
+def _floor(
+    blocks: Sequence[Block], factors: Sequence[Factors], traces: jax.Array, gamma: Scalar
+) -> jax.Array:
+    r"""What damping adds to the traces: :math:`\gamma` to a diagonal, its share to ``G``."""
+    inputs = traces[:, 0]
+    share = gamma / jnp.where(inputs > 0, inputs, 1)
+    alone = np.array([len(block.split(f)) == 1 for block, f in zip(blocks, factors, strict=True)])
+    both = jnp.stack([jnp.zeros_like(share), share], axis=-1)
+    return jnp.where(alone[:, None], gamma, both)

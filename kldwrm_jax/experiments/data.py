@@ -183,7 +183,9 @@ def _idx(name: str, remote: Remote, files: Mapping[str, Path]) -> Dataset:
 
 
 def _check(path: Path, x: np.ndarray, y: np.ndarray) -> None:
-    """Inputs and labels belong together."""
+    """Inputs and labels are numbers and belong together."""
+    if not (np.issubdtype(x.dtype, np.number) or x.dtype == bool) or not np.isfinite(x).all():
+        raise UsageError(f"{path}: inputs must be finite numbers, got {x.dtype} or NaN or infinity")
     if len(x) != len(y) or not len(x):
         raise UsageError(f"{path}: {len(y)} labels for {len(x)} inputs")
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer) or y.min() < 0:
@@ -200,7 +202,8 @@ def _npz(name: str, path: Path) -> Dataset:
     if not path.is_file():
         raise UsageError(f"--dataset {name}: there is no file {path}")
     try:
-        with np.load(path) as stored:
+        # A pickle could run any code.
+        with np.load(path, allow_pickle=False) as stored:
             missing = [key for key in _KEYS if key not in stored]
             if missing:
                 raise UsageError(
@@ -208,7 +211,7 @@ def _npz(name: str, path: Path) -> Dataset:
                     f"and has {', '.join(stored.files)}"
                 )
             train_x, train_y, test_x, test_y = (stored[key] for key in _KEYS)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise UsageError(f"{path}: not a readable npz file ({error})") from error
     _check(path, train_x, train_y)
     _check(path, test_x, test_y)

@@ -1,4 +1,4 @@
-"""Fetches a file from the first mirror that has it, and keeps it only if it is the right one."""
+"""Fetches a file from the first mirror that has it, and uses it only if it is the right one."""
 
 import hashlib
 import os
@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from kldwrm_jax.experiments.errors import UsageError
 
@@ -18,9 +18,9 @@ _TIMEOUT = 30.0  # seconds without a byte
 
 
 def fetch(filename: str, mirrors: Sequence[str], md5: str, folder: Path, advance: Advance) -> Path:
-    """Downloads ``filename`` into ``folder``, unless it is there.
+    """Downloads ``filename`` into ``folder``, unless it is there and is the right one.
 
-    The file gets its name after its checksum was right: what has the name is whole.
+    The file gets its name after its checksum was right.
 
     Args:
       filename: of the file, under every mirror.
@@ -36,7 +36,7 @@ def fetch(filename: str, mirrors: Sequence[str], md5: str, folder: Path, advance
       UsageError: if no mirror gave the right file.
     """
     path = folder / filename
-    if path.exists():
+    if path.exists() and _md5(path.read_bytes()).hexdigest() == md5:
         return path
     folder.mkdir(parents=True, exist_ok=True)
     failures = []
@@ -59,8 +59,12 @@ def fetch(filename: str, mirrors: Sequence[str], md5: str, folder: Path, advance
     )
 
 
+def _md5(content: bytes = b"") -> Any:
+    return hashlib.md5(content, usedforsecurity=False)
+
+
 def _copy(url: str, file: IO[bytes], advance: Advance) -> str:
-    digest = hashlib.md5(usedforsecurity=False)
+    digest = _md5()
     request = urllib.request.Request(url, headers={"User-Agent": "kldwrm_jax"})
     with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
         length = response.headers.get("Content-Length")

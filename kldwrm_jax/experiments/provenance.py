@@ -1,11 +1,15 @@
-"""With what, and where, a result was made."""
+"""With what, and where, a result was made; and a fingerprint to know it by."""
 
+import hashlib
 import os
 import platform
 from importlib import metadata
 from typing import Any
 
 import jax
+import numpy as np
+
+from kldwrm_jax.paths import leaves_by_path
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "kldwrm_jax", "kfac-jax")
 
@@ -30,6 +34,16 @@ def machine() -> dict[str, Any]:
         "backend": jax.default_backend(),
         "devices": [device.device_kind for device in jax.devices()],
     }
+
+
+def fingerprint(tree: Any) -> str:
+    """SHA-256 of a tree's arrays, their names, types and shapes: equal if they are, to the bit."""
+    digest = hashlib.sha256()
+    for path, leaf in leaves_by_path(tree).items():
+        array = np.asarray(leaf)
+        digest.update(f"{path} {array.dtype} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
 def _processor() -> str:

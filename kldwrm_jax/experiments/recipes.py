@@ -57,7 +57,7 @@ _PAPER_Q: Arguments = {**_PAPER, "solver": "reweighted", "block_clip": 2.0}
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": Optimizer(
-        "SGD with momentum", sgd, {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.001}
+        "SGD with momentum", sgd, {"learning_rate": 0.05, "momentum": 0.9, "weight_decay": 0.001}
     ),
     "adam": Optimizer("Adam", adam, {"learning_rate": 0.003, "weight_decay": 0.001}),
     "kfac": Optimizer("K-FAC", kw.kfac, {**_PAPER, "rho": 0.95}),

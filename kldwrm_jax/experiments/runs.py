@@ -100,9 +100,12 @@ def rewrite(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Writes a file under its name only when it is whole."""
+    """Writes a file under its name only when it is whole.
+
+    What a kill leaves of it has another name, which the next call writes over.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.part")
     try:
         with temporary.open("wb") as file:
             file.write(content)

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_seeds(parser, 1)
     parser.add_argument("--batch-size", type=options.count, default=512, help="default: 512")
     parser.add_argument(
-        "--learning-rate", type=float, help="1/lambda (default: 0.01; sgd 0.1, adam 0.003)"
+        "--learning-rate", type=float, help="1/lambda (default: 0.01; sgd 0.05, adam 0.003)"
     )
     parser.add_argument(
         "--set",

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 import kldwrm_jax as kw
-from kldwrm_jax.experiments import models, recipes, runs
+from kldwrm_jax.experiments import checkpoints, models, recipes, runs
+from kldwrm_jax.experiments.checkpoints import Checkpoint
 from kldwrm_jax.experiments.data import Dataset
 from kldwrm_jax.experiments.errors import UsageError
+from kldwrm_jax.experiments.provenance import fingerprint
 from kldwrm_jax.experiments.recipes import Setting
 from kldwrm_jax.experiments.runs import Record, Run
 
@@ -48,13 +49,6 @@ class State(NamedTuple):
     params: Any
     opt_state: Any
     step: jax.Array
-
-
-class Checkpoint(NamedTuple):
-    """The state after an epoch, on disk."""
-
-    state: State
-    epoch: int
 
 
 class Watcher:
@@ -88,6 +82,7 @@ class Trainer:
     train_y: jax.Array
     test_x: jax.Array  # (chunks, chunk, ...), as they are
     test_y: jax.Array  # (chunks, chunk), -1 for padding
+    data_sha256: str  # of the data as they came
     moments: dict[str, tuple[float, float]]  # by protocol, what test images are normalised by
     init: Callable[[jax.Array], State]
     step: Callable[..., tuple[State, jax.Array]]
@@ -167,6 +162,7 @@ def prepare(spec: Spec, dataset: Dataset, watcher: Watcher | None = None) -> Tra
         train_y,
         test_x,
         test_y,
+        fingerprint([dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y]),
         {"paper": (0.0, 1.0), "corrected": (dataset.mean, dataset.std)},
         init,
         lowered.compile(),
@@ -279,7 +275,16 @@ def train(
     spec, log = trainer.spec, runs.log_path(folder, seed)
     key = jax.random.key(seed)
     header = _header(spec, seed)
-    checkpoint, records = _start(trainer, key, log, header, _before(spec, seed, folder, resume))
+    identity = _same(header) | {"data_sha256": trainer.data_sha256}
+    stored = runs.checkpoint_path(log)
+    before = _before(spec, seed, folder, resume)
+    checkpoint, records = Checkpoint(trainer.init(key), 0), []
+    if before is None:
+        stored.unlink(missing_ok=True)  # of a run whose log is gone
+    elif stored.exists():
+        checkpoint = checkpoints.load(stored, checkpoint.state, identity)
+        records = _records(before, checkpoint.epoch, stored)
+    runs.rewrite(log, [header, *records])
     state = checkpoint.state
     seconds, cpu_seconds = (records[-1][name] if records else 0.0 for name in _CLOCKS)
     steps = trainer.steps_per_epoch
@@ -305,17 +310,18 @@ def train(
             "test": trainer.test(state.params),
         }
         runs.append(log, record)
-        _save(log, Checkpoint(state, epoch + 1))
+        checkpoints.save(stored, Checkpoint(state, epoch + 1), identity)
         watcher.epoch(header, record)
     end = {
         "kind": "end",
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
         "compile_seconds": trainer.compile_seconds,
+        "params_sha256": fingerprint(state.params),
         "diagnostics": _diagnostics(spec, state.opt_state),
     }
     runs.append(log, end)
-    runs.checkpoint_path(log).unlink(missing_ok=True)
+    stored.unlink(missing_ok=True)
     watcher.end(header, end)
     return runs.read(log)
 
@@ -346,37 +352,26 @@ def _before(spec: Spec, seed: int, folder: Path, resume: bool) -> Run | None:
         raise UsageError(
             f"{log} exists: continue it with --resume, or name another folder by --out"
         )
-    before, header = runs.read(log), _header(spec, seed)
-    for name in header.keys() - {"versions", "machine"}:
-        if before.header.get(name) != header[name]:
+    before = runs.read(log)
+    for name, value in _same(_header(spec, seed)).items():
+        if before.header.get(name) != value:
             raise UsageError(
-                f"{log} was run with {name} = {before.header.get(name)!r}, not {header[name]!r}: "
+                f"{log} was run with {name} = {before.header.get(name)!r}, not {value!r}: "
                 f"ask for the same to resume it, or name another folder by --out"
             )
     return before
 
 
-def _start(
-    trainer: Trainer, key: jax.Array, log: Path, header: Record, before: Run | None
-) -> tuple[Checkpoint, list[Record]]:
-    """The state to go on from, with the log cut back to what led there."""
-    checkpoint = Checkpoint(trainer.init(key), 0)
-    stored = runs.checkpoint_path(log)
-    if before is not None and stored.exists():
-        try:
-            checkpoint = flax.serialization.from_bytes(checkpoint, stored.read_bytes())
-        except (ValueError, KeyError) as error:
-            raise UsageError(
-                f"{stored} does not fit this version of the program ({error}): delete {log} to "
-                f"start again"
-            ) from error
-        state = jax.tree.map(jnp.asarray, checkpoint.state)
-        checkpoint = Checkpoint(state, int(checkpoint.epoch))
-    records = list(before.epochs[: checkpoint.epoch]) if before is not None else []
-    runs.rewrite(log, [header, *records])
-    return checkpoint, records
+def _same(header: Record) -> Record:
+    """What a run that goes on must share with the one that was killed."""
+    return {name: value for name, value in header.items() if name not in ("versions", "machine")}
 
 
-def _save(log: Path, checkpoint: Checkpoint) -> None:
-    content = flax.serialization.to_bytes(jax.device_get(checkpoint))
-    runs.replace(runs.checkpoint_path(log), content)
+def _records(before: Run, epochs: int, stored: Path) -> list[Record]:
+    """The log, cut back to what led to a checkpoint."""
+    if epochs > len(before.epochs):
+        raise UsageError(
+            f"{stored} is of epoch {epochs}, and {before.path} ends with epoch "
+            f"{len(before.epochs)}: delete the checkpoint, and --resume starts this run again"
+        )
+    return list(before.epochs[:epochs])

@@ -10,6 +10,8 @@ With :math:`\mathrm{lr} = 1/\lambda_k` and everything scaled by it (see :mod:`kl
 """
 
 import dataclasses
+import math
+import numbers
 from typing import Any
 
 import jax
@@ -24,7 +26,7 @@ from kldwrm_jax.optimizers.clipping import block_clip_factors, kl_clip_factor
 from kldwrm_jax.optimizers.exact_kl import ExactKL
 from kldwrm_jax.optimizers.inverse import Inverse
 from kldwrm_jax.optimizers.refresh import Curvature, Refresh
-from kldwrm_jax.optimizers.state import KLDWRMState, new_monitor
+from kldwrm_jax.optimizers.state import KLDWRMState, new_monitor, next_count, raised
 from kldwrm_jax.paths import Leaves, leaves_by_path, replace_leaves
 
 
@@ -130,8 +132,9 @@ class Member:
                 "forwards it"
             )
         theta = self._theta(params)
+        blocks = self.layers.active(leaves_by_path(updates))
+        self._check(updates, state, params, oracle)
         g = optax.tree.cast(leaves_by_path(updates), float)
-        blocks = self.layers.active(g)
         if not blocks:  # all is masked
             return updates, state
         lr, rho = self._rate(state.count), jnp.asarray(self.rho, float)
@@ -147,7 +150,7 @@ class Member:
         curvature, direction = self.refresh(blocks, state, oracle, g, h, rhs, lr)
         # What is not finite in gradient, pull or direction is not finite in their product.
         finite = jnp.isfinite(direction.size)
-        refreshes = state.monitor.refreshes + curvature.refreshed
+        refreshes = raised(state.monitor.refreshes, curvature.refreshed)
         taken = finite & (refreshes > 0)
 
         s, kl_factor, block_factor = self._clipped(direction.v, direction.size, lr)
@@ -158,7 +161,7 @@ class Member:
             wake_ratio=jnp.sqrt(optax.tree.vdot(pull, pull))
             / _or_one(lr * jnp.sqrt(optax.tree.vdot(m, m))),
         )
-        new: dict[str, Any] = {"count": optax.safe_increment(state.count)}
+        new: dict[str, Any] = {"count": next_count(state.count, self._round)}
         if self.exact_kl is not None:
             history = self.exact_kl.push(state.history, params, state.count, taken)
             s, before, after = self._exact_step(
@@ -171,7 +174,6 @@ class Member:
             if self.wake == "taken":
                 fisher_step = self.refresh.multiply(blocks, curvature.factors, s)
                 finite &= jnp.isfinite(optax.tree.vdot(fisher_step, s))
-                taken &= finite
             new |= {
                 "g_prev": replace_leaves(state.g_prev, g),
                 "g_hat": replace_leaves(state.g_hat, wake.unscaled(lr, h, m)),
@@ -179,15 +181,18 @@ class Member:
             }
         if state.momentum is not None:
             new["momentum"] = replace_leaves(state.momentum, m)
+        finite &= _fits(updates, s)
+        taken &= finite
 
         new["monitor"] = last
         old = {name: getattr(state, name) for name in new}
+        old |= self._faded(state, g, finite)
         kept = optax.tree.where(taken, new, old)
         kept["monitor"] = kept["monitor"]._replace(
             refreshes=refreshes,
-            rejected_refreshes=state.monitor.rejected_refreshes + curvature.rejected,
-            outliers=state.monitor.outliers + curvature.outlier,
-            rejected_steps=state.monitor.rejected_steps + ~finite,
+            rejected_refreshes=raised(state.monitor.rejected_refreshes, curvature.rejected),
+            outliers=raised(state.monitor.outliers, curvature.outlier),
+            rejected_steps=raised(state.monitor.rejected_steps, ~finite),
         )
         step = {path: jnp.where(taken, x, 0) for path, x in s.items()}
         return _like(updates, step), state._replace(
@@ -197,10 +202,57 @@ class Member:
             **kept,
         )
 
+    def _check(
+        self,
+        updates: optax.Updates,
+        state: KLDWRMState,
+        params: optax.Params | None,
+        oracle: Oracle,
+    ) -> None:
+        """All that belongs to one step is of one model and of this optimizer."""
+        known = self.layers.parameters
+        self.layers.active({p: x for p, x in leaves_by_path(oracle.params).items() if p in known})
+        g, theta = leaves_by_path(updates), leaves_by_path(params)
+        if params is not None and theta.keys() != g.keys():
+            raise ValueError(
+                f"gradients and parameters must have the same structure; only one of them has "
+                f"{', '.join(map(repr, sorted(theta.keys() ^ g.keys())))}"
+            )
+        if state.factors.keys() != {block.name for block in self.layers}:
+            raise ValueError(
+                f"the state has the blocks {', '.join(map(repr, state.factors))}, the optimizer "
+                f"{', '.join(repr(block.name) for block in self.layers)}: it is the state of "
+                f"another model; make one by this optimizer's init(params)"
+            )
+        remembers = self.wake is not None
+        needed = {
+            "pull": remembers,
+            "momentum": remembers and not _is_zero(self.nu),
+            "history": self.exact_kl is not None,
+        }
+        if any((getattr(state, name) is not None) != need for name, need in needed.items()):
+            raise ValueError(
+                "the state is that of another member of the family, which remembers other things: "
+                "make one by this optimizer's init(params)"
+            )
+
     def _model_gradient(self, g: Leaves, state: KLDWRMState) -> Leaves:
         if state.momentum is None:
             return g
         return wake.linear_model(jnp.asarray(self.nu, float), leaves_by_path(state.momentum), g)
+
+    def _faded(self, state: KLDWRMState, g: Leaves, finite: jax.Array) -> dict[str, Any]:
+        """The memory after a step that is refused.
+
+        If the gradient is honest, it is the memory that overflows with today's curvature: it fades,
+        as on a step of zero. Otherwise no step would ever be taken again.
+        """
+        jammed = ~finite & jnp.isfinite(optax.tree.vdot(g, g))
+        return {
+            name: optax.tree.scale(jnp.where(jammed, jnp.asarray(decay, float), 1), remembered)
+            for name, decay in (("pull", self.rho), ("momentum", self.nu))
+            if (remembered := getattr(state, name)) is not None
+        }
 
     def _clipped(
         self, v: Leaves, size: jax.Array, lr: jax.Array
@@ -269,6 +321,15 @@ class Member:
         finite = jnp.isfinite(optax.tree.vdot(better, better))
         return optax.tree.where(finite, better, s), before, after
 
+    @property
+    def _round(self) -> Any:
+        """A number of steps after which all that depends on the count's remainders comes again."""
+        capacity = 1 if self.exact_kl is None else self.exact_kl.capacity
+        known = math.lcm(capacity, self.inverse.every or 1)
+        if isinstance(self.refresh_every, numbers.Integral):
+            return min(math.lcm(known, self.refresh_every), jnp.iinfo(jnp.int32).max)
+        return known * self.refresh_every
+
     def _rate(self, count: jax.Array) -> jax.Array:
         rate = self.learning_rate
         return jnp.asarray(rate(count) if callable(rate) else rate, float)
@@ -290,6 +351,16 @@ def _is_zero(value: Any) -> bool:
 
 def _or_one(x: jax.Array) -> jax.Array:
     return jnp.where(x > 0, x, 1)
+
+
+def _fits(updates: optax.Updates, step: Leaves) -> jax.Array:
+    """Whether no part of the step overflows in the gradients' type, where that is a narrow one."""
+    fits = jnp.ones((), bool)
+    for path, x in leaves_by_path(updates).items():
+        theirs, ours = jnp.finfo(x.dtype), jnp.finfo(step[path].dtype)
+        if theirs.maxexp < ours.maxexp:
+            fits &= jnp.abs(step[path]).max(initial=0) <= theirs.max
+    return fits
 
 
 def _like(updates: optax.Updates, leaves: Leaves) -> optax.Updates:

@@ -136,16 +136,15 @@ class Refresh:
             return Curvature(state.factors, state.inverses, state.strange, b, direction, no, no, no)
 
         def refresh() -> Curvature:
-            fresh = optax.tree.cast(oracle.factors(), float)
+            fresh = _statistics(oracle, state.factors)
             decay = jnp.where(at.first, 0, rho)
             places = jnp.array([sorted(state.factors).index(name) for name in names])
             before = [state.factors[name] for name in names]
-            sifted = sift(
-                kinds, before, [fresh[name] for name in names], decay, state.strange[places]
-            )
+            new = [fresh[name] for name in names]
+            sifted = sift(kinds, before, new, decay, state.strange[places], gamma)
             averages = [
-                average(old, new, sifted.rho[i])
-                for i, (old, new) in enumerate(zip(before, sifted.factors, strict=True))
+                average(*own, sifted.rho[i])
+                for i, own in enumerate(zip(before, sifted.factors, strict=True))
             ]
             f_bar = state.factors | dict(zip(names, averages, strict=True))
             usable, old = _all_finite(g), keep()
@@ -262,6 +261,20 @@ class Refresh:
         return per_block(
             blocks, lambda b, v: damping.multiply(b.block, factors[b.name], v, gamma), s
         )
+
+
+def _statistics(oracle: Oracle, known: dict[str, Factors]) -> dict[str, Factors]:
+    """The oracle's factors, if they are of the optimizer's blocks."""
+    fresh = optax.tree.cast(oracle.factors(), float)
+    theirs, ours = (jax.tree.map(jnp.shape, factors) for factors in (fresh, known))
+    for name in ours | theirs:
+        if theirs.get(name) != ours.get(name):
+            raise ValueError(
+                f"the block {name!r} has factors of shape {theirs.get(name)} in the oracle and "
+                f"{ours.get(name)} in the optimizer: make both from the same "
+                f"net = kldwrm_jax.instrument(...)"
+            )
+    return fresh
 
 
 def _direct(

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from kldwrm_jax.arguments import Scalar
+
 
 class Monitor(NamedTuple):
     """Counters, and the last step's scalars."""
@@ -41,6 +43,16 @@ class KLDWRMState(NamedTuple):
     monitor: Monitor
 
 
+def raised(counter: jax.Array, by: jax.Array) -> jax.Array:
+    """One more if ``by`` is true; a full counter stays full."""
+    return jnp.where(by, optax.safe_increment(counter), counter)
+
+
+def next_count(count: jax.Array, period: Scalar) -> jax.Array:
+    """One more; past the largest number, round its last period, so that refreshes go on."""
+    return jnp.where(count < jnp.iinfo(count.dtype).max, count + 1, count + 1 - period)
+
+
 def new_monitor() -> Monitor:
     """A monitor before the first step."""
     counters = (jnp.zeros((), jnp.int32) for _ in range(4))
@@ -58,14 +70,14 @@ def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     Returns:
       ``steps`` taken; ``refreshes`` of the curvature; ``rejected_refreshes`` (statistics or
       inverses that were not finite: the last good ones stay in use); ``outliers`` (refreshes at
-      which some block's statistics were a million times larger or smaller than their average, and
-      were kept out of it; the third in a row is believed); ``rejected_steps`` (gradients or
-      directions that were not finite: no step was taken); ``kl_clip`` and ``block_clip``, the last
-      step's factors (the smallest for the latter); ``contraction``, :math:`\rho \|I - \hat M\|`,
-      which must stay below 1 for :math:`\hat g` to stay bounded; ``wake_ratio``, the norm of the
-      wake's pull over that of the learning rate times the gradient; ``objective_before`` and
-      ``objective_after`` of QE's inner solver (0 before it starts, and for other members; not
-      finite where it diverged and the Q step was taken).
+      which some block's statistics were a million times larger than their average, both with the
+      damping, and were kept out of it; the third in a row is believed); ``rejected_steps``
+      (gradients or directions that were not finite: no step was taken); ``kl_clip`` and
+      ``block_clip``, the last step's factors (the smallest for the latter); ``contraction``,
+      :math:`\rho \|I - \hat M\|`, which must stay below 1 for :math:`\hat g` to stay bounded;
+      ``wake_ratio``, the norm of the wake's pull over that of the learning rate times the gradient;
+      ``objective_before`` and ``objective_after`` of QE's inner solver (0 before it starts, and for
+      other members; not finite where it diverged and the Q step was taken).
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp

@@ -1,5 +1,7 @@
+import contextlib
 import dataclasses
 import hashlib
+import pickle
 
 import idx_files
 import numpy as np
@@ -112,6 +114,8 @@ def test_an_npz_file_gives_a_data_set_of_ones_own(tmp_path):
         ({"y_test": np.array([-1, 1])}, "whole numbers"),
         ({"y_train": np.zeros(5, int)}, "5 labels for 6 inputs"),
         ({"x_test": np.ones((2, 3))}, "first axis only"),
+        ({"x_train": np.full((6, 2), np.nan)}, "inputs must be finite numbers"),
+        ({"x_test": np.array([["a", "b"], ["c", "d"]])}, "inputs must be finite numbers"),
     ],
 )
 def test_an_npz_file_that_does_not_fit_is_refused(change, complaint, tmp_path):
@@ -126,6 +130,42 @@ def test_an_npz_file_that_is_none_is_refused(content, tmp_path):
     if content is not None:
         (tmp_path / "own.npz").write_bytes(content)
     with pytest.raises(UsageError, match=r"own\.npz"):
+        data.load(f"npz:{tmp_path / 'own.npz'}")
+
+
+class Malicious:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("form", ["an array in an archive", "an array", "a pickle"])
+def test_a_pickle_in_the_data_is_refused_and_not_run(form, tmp_path):
+    path, trace = tmp_path / "own.npz", tmp_path / "was run"
+    objects = np.array([Malicious(trace)] * 6, object)
+    with path.open("wb") as file:
+        if form == "an array in an archive":
+            np.savez(file, **ARRAYS | {"x_train": objects})
+        elif form == "an array":
+            np.save(file, objects)
+        else:
+            pickle.dump(Malicious(trace), file)
+    with pytest.raises(UsageError, match=r"own\.npz: not a readable npz file"):
+        data.load(f"npz:{path}")
+    assert not trace.exists()
+    with contextlib.suppress(TypeError, IndexError):  # the trap is one: whoever allows it falls in
+        np.load(path, allow_pickle=True)["x_train"]
+    assert trace.exists()
+
+
+def test_an_array_that_is_no_archive_is_refused(tmp_path):
+    with (tmp_path / "own.npz").open("wb") as file:
+        np.save(file, np.ones(3))
+    with pytest.raises(UsageError, match="not a readable npz file"):
         data.load(f"npz:{tmp_path / 'own.npz'}")
 
 

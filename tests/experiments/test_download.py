@@ -80,5 +80,13 @@ def test_progress_counts_to_the_whole(server, tmp_path):
 
 
 def test_a_file_in_the_cache_is_not_fetched_again(tmp_path):
-    (tmp_path / "file.gz").write_bytes(b"here")
-    assert fetch("file.gz", [], MD5, tmp_path, no_progress).read_bytes() == b"here"
+    (tmp_path / "file.gz").write_bytes(CONTENT)
+    assert fetch("file.gz", [], MD5, tmp_path, no_progress).read_bytes() == CONTENT
+
+
+def test_a_wrong_file_in_the_cache_is_replaced_or_refused_but_never_used(server, tmp_path):
+    (tmp_path / "file.gz").write_bytes(b"planted")
+    with pytest.raises(UsageError, match=r"file\.gz could not be downloaded"):
+        fetch("file.gz", [f"{server}wrong/"], MD5, tmp_path, no_progress)
+    path = fetch("file.gz", [f"{server}good/"], MD5, tmp_path, no_progress)
+    assert path.read_bytes() == CONTENT

@@ -1,9 +1,4 @@
 import dataclasses
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +73,7 @@ def test_a_killed_run_resumes_to_the_very_numbers_of_one_that_was_not(
     resumed = training.train(trainer, 1, tmp_path, resume=True)
     assert results(resumed) == results(whole)
     assert resumed.end["diagnostics"] == whole.end["diagnostics"]
+    assert resumed.end["params_sha256"] == whole.end["params_sha256"]
     assert resumed.finished
 
 
@@ -91,6 +87,34 @@ def test_a_run_killed_between_log_and_checkpoint_loses_an_epoch_only(trainer, wh
     checkpoint.write_bytes(old)
     assert len(runs.read(runs.log_path(tmp_path, 1)).epochs) == 2
     assert results(training.train(trainer, 1, tmp_path, resume=True)) == results(whole)
+
+
+def test_a_checkpoint_that_is_ahead_of_its_log_is_refused(trainer, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        training.train(trainer, 1, tmp_path, watcher=Killer(7))
+    log = runs.log_path(tmp_path, 1)
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(UsageError, match=r"is of epoch 2, and .* ends with epoch 1: delete"):
+        training.train(trainer, 1, tmp_path, resume=True)
+
+
+def test_a_checkpoint_whose_log_is_gone_is_not_taken_for_that_of_a_new_run(
+    trainer, whole, tmp_path
+):
+    with pytest.raises(KeyboardInterrupt):
+        training.train(trainer, 1, tmp_path, watcher=Killer(7))
+    runs.log_path(tmp_path, 1).unlink()
+    with pytest.raises(KeyboardInterrupt):
+        training.train(trainer, 1, tmp_path, watcher=Killer(1))
+    assert results(training.train(trainer, 1, tmp_path, resume=True)) == results(whole)
+
+
+def test_data_that_changed_under_the_same_name_are_refused(trainer, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        training.train(trainer, 1, tmp_path, watcher=Killer(4))
+    other = dataclasses.replace(trainer, data_sha256="0" * 64)
+    with pytest.raises(UsageError, match=r"data_sha256 = '\w{64}', not '0{64}'"):
+        training.train(other, 1, tmp_path, resume=True)
 
 
 def test_a_run_matches_a_training_loop_that_a_user_would_write(trainer, whole, blobs):
@@ -185,25 +209,3 @@ def test_a_log_is_not_overwritten(trainer, tmp_path):
 def test_a_batch_larger_than_the_data_is_refused(blobs):
     with pytest.raises(UsageError, match="50 training examples"):
         training.prepare(dataclasses.replace(SPEC, batch_size=51), blobs)
-
-
-@pytest.mark.slow
-def test_a_process_that_was_killed_hard_resumes_to_the_very_numbers(tmp_path):
-    def command(out, *more):
-        return [
-            sys.executable, "-m", "kldwrm_jax.experiments.cli", "train", "--optimizer", "kfac",
-            "--epochs", "6", "--batch-size", "64", "--out", str(tmp_path / out), *more,
-        ]  # fmt: skip
-
-    def log(out):
-        return runs.log_path(tmp_path / out / "digits-cnn-kfac", 0)
-
-    subprocess.run(command("whole"), check=True, capture_output=True)
-    with subprocess.Popen(command("killed"), stdout=subprocess.DEVNULL) as process:
-        while not (log("killed").exists() and len(log("killed").read_text().splitlines()) > 2):
-            assert process.poll() is None
-            time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
-    assert not runs.read(log("killed")).finished
-    subprocess.run(command("killed", "--resume"), check=True, capture_output=True)
-    assert results(runs.read(log("killed"))) == results(runs.read(log("whole")))

@@ -152,4 +152,4 @@ def test_a_small_cnn_learns_digits_in_six_epochs(name, digits):
     told = kw.diagnostics(state.opt_state)
     assert told["steps"] == EPOCHS * batches
     assert told["refreshes"] == -(-EPOCHS * batches // REFRESH)
-    assert told["rejected_steps"] == told["rejected_refreshes"] == 0
+    assert told["rejected_steps"] == told["rejected_refreshes"] == told["outliers"] == 0
