@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo bench test test-all lint format clean
+.PHONY: demo bench test test-all outside docs coverage lint format clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -18,10 +18,20 @@ bench: $(READY)  ## what a step costs, in steps of SGD; about half an hour
 	$(BIN)/kldwrm bench --scaling
 
 test: $(READY)  ## the default tests, on two workers
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not outside"
 
 test-all: $(READY)  ## the slow tests too
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+outside: $(READY)  ## as a newcomer: the wheel in an empty environment, every notebook in its fast mode
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m outside tests
+
+docs: $(READY)  ## the documentation, in docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+coverage: $(READY)  ## lines of the package that the default tests run; fails below 95 %
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not outside" \
+		--cov=kldwrm_jax --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -33,4 +43,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage build dist docs/_build
