@@ -23,7 +23,7 @@ test: $(READY)  ## the default tests, on two workers
 test-all: $(READY)  ## the slow tests too
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-outside: $(READY)  ## as a newcomer: the wheel in an empty environment, every notebook in its fast mode
+outside: $(READY)  ## the wheel in an empty environment, notebooks in their fast mode, runs killed hard
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m outside tests
 
 docs: $(READY)  ## the documentation, in docs/_build/html

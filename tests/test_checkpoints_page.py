@@ -89,6 +89,7 @@ def kill_and_resume(runs, kills):
     assert again == whole
 
 
+@pytest.mark.outside
 def test_the_program_killed_hard_ends_with_the_same_bits(tmp_path):
     kill_and_resume(Runs(tmp_path), kills=1)
 

@@ -210,4 +210,4 @@ def test_a_language_model_learns_a_toy_corpus(make):
     losses = train(model, optimizer, jax.random.split(jax.random.key(3), 100))
     assert losses[0] > 2.5
     assert losses[-1] < 0.5
-    assert int(kw.diagnostics(nnx.as_pure(optimizer.opt_state))["rejected_steps"]) == 0
+    assert int(kw.diagnostics(optimizer.opt_state)["rejected_steps"]) == 0

@@ -187,9 +187,18 @@ def _observe_layers(
             setattr(module, _CARRIED + name, _carried_type(variable)(x))
 
 
+def _values(tree: Any) -> Any:
+    """A tree without its variables' types, which Flax before 0.12.7 has no function for."""
+    return jax.tree.map(
+        lambda x: x.get_raw_value() if isinstance(x, nnx.Variable) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
+
+
 def _merged(params: Any, call: Call) -> nnx.Module:
     """A model of its own, with these parameters."""
-    return nnx.merge(call.graph, nnx.as_pure(params), call.variables, copy=True)
+    return nnx.merge(call.graph, _values(params), call.variables, copy=True)
 
 
 def _run(model: Any, call: Call) -> tuple[Any, Any]:
@@ -199,7 +208,7 @@ def _run(model: Any, call: Call) -> tuple[Any, Any]:
     elif call.rngs is not None:
         kwargs["rngs"] = nnx.Rngs(call.rngs)
     out = model(*call.args, **kwargs)
-    return out, nnx.as_pure(nnx.state(model, nnx.Not(nnx.Param)))
+    return out, _values(nnx.state(model, nnx.Not(nnx.Param)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -247,7 +256,7 @@ class NNXModel(Model):
                 f"the model has variables that are no parameters ({', '.join(self.others)}): give "
                 f"net.oracle the model itself, or variables=nnx.state(model, nnx.Not(nnx.Param))"
             )
-        rest = rest if variables is None else nnx.as_pure(variables)
+        rest = rest if variables is None else _values(variables)
         return params, Call(tuple(args), kwargs, rest, rngs, graph)
 
     def _check_parameters(self, params: Any) -> None:
@@ -262,7 +271,7 @@ class NNXModel(Model):
 def _split(model: nnx.Module) -> tuple[Any, Any, Any]:
     """Structure, parameters and other variables: copies, so that the model may change."""
     graph, params, *rest = nnx.split(model, nnx.Param, ...)
-    return graph, jax.tree.map(lambda x: x, params), nnx.as_pure(rest[0])
+    return graph, jax.tree.map(lambda x: x, params), _values(rest[0])
 
 
 def survey_nnx(

@@ -104,4 +104,5 @@ def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
             f"opt_state must hold one state of kfac, so_kldwrm, q_kldwrm or qe_kldwrm, found "
             f"{len(states)}: pass the part of it that belongs to the optimizer you ask about"
         )
-    return {"steps": states[0].count, **states[0].monitor._asdict()}
+    told = {"steps": states[0].count, **states[0].monitor._asdict()}
+    return {name: jnp.asarray(value) for name, value in told.items()}  # of nnx's variables, too

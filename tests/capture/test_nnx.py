@@ -617,6 +617,6 @@ def test_nnx_optimizer_takes_the_steps_of_the_transform_on_stacked_blocks():
     after = leaves_by_path(nnx.state(model, nnx.Param))
     for path, value in leaves_by_path(params).items():
         np.testing.assert_allclose(after[path], value, atol=1e-5)  # nnx keeps float32
-    told = kw.diagnostics(nnx.as_pure(optimizer.opt_state))
+    told = kw.diagnostics(optimizer.opt_state)
     assert int(told["refreshes"]) == 2
     assert int(told["rejected_steps"]) == 0

@@ -91,6 +91,7 @@ def kill_and_resume(command, kills):
     assert list(resumed.path.parent.iterdir()) == [resumed.path]
 
 
+@pytest.mark.outside
 def test_a_run_killed_hard_again_and_again_ends_with_the_same_bits(tmp_path):
     kill_and_resume(Command(tmp_path, "so", "mlp"), kills=2)
 
