@@ -6,7 +6,7 @@ its other arrays and its static leaves go where they were.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -106,29 +106,20 @@ class FunctionModel(Model):
             out = _run(self.function, leaves, call)
         return out, {}, watch
 
-    def bind(
-        self,
-        params: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        variables: Any,
-        rngs: Any,
-    ) -> tuple[Any, Call]:
+    def bind(self, params: Any, call: Call) -> tuple[Any, Call]:
         """All that the function takes beside the parameters is among its arguments."""
-        return _bound(params, args, kwargs, variables, rngs)
+        return _bound(params, call)
 
 
-def _bound(
-    params: Any, args: Sequence[Any], kwargs: Mapping[str, Any], variables: Any, rngs: Any
-) -> tuple[Any, Call]:
-    for name, value in (("variables", variables), ("rngs", rngs)):
+def _bound(params: Any, call: Call) -> tuple[Any, Call]:
+    for name, value in (("variables", call.variables), ("rngs", call.rngs)):
         if value is not None and not (isinstance(value, Mapping) and not value):
             raise ValueError(
                 f"{name} are for Flax models, got {value!r}: a function takes what it needs among "
                 f"its arguments, net.oracle(params, x, ...)"
             )
     params, others, skeleton = _taken_apart(params)
-    return params, Call(tuple(args), kwargs, others, None, skeleton)
+    return params, Call(call.args, call.kwargs, others, None, skeleton)
 
 
 def survey_function(
@@ -149,7 +140,7 @@ def survey_function(
             "a function is instrumented with an example of its parameters and of its batch: "
             "instrument(function, likelihood, params, x)"
         )
-    params, call = _bound(call.args[0], call.args[1:], call.kwargs, call.variables, call.rngs)
+    params, call = _bound(call.args[0], dataclasses.replace(call, args=call.args[1:]))
     example = leaves_by_path(params)
 
     def look(carried: Mapping[Path, Mapping[str, jax.ShapeDtypeStruct]]) -> Watch:

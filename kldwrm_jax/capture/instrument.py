@@ -69,7 +69,7 @@ class Instrumented:
         """
         if weights is not None:
             weights = jnp.asarray(weights, float)
-        params, call = self.model.bind(params, args, kwargs, variables, rngs)
+        params, call = self.model.bind(params, Call(args, kwargs, variables or {}, rngs))
         return Oracle(self.model, self.likelihood, self.fisher, params, call, targets, key, weights)
 
     def value_and_grad(

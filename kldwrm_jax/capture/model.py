@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -44,16 +44,9 @@ class Model(abc.ABC):
     ) -> tuple[Any, Any, Watch]:
         """The same with something carried beside the parameters of layers."""
 
-    def bind(
-        self,
-        params: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        variables: Any,
-        rngs: Any,
-    ) -> tuple[Any, Call]:
-        """What the user gave to ``net.oracle``, as parameters and a call."""
-        return params, Call(tuple(args), kwargs, variables or {}, rngs)
+    def bind(self, params: Any, call: Call) -> tuple[Any, Call]:
+        """Parameters and call as :meth:`run` wants them, from those of ``net.oracle``."""
+        return params, call
 
     @property
     def layers(self) -> Layers:

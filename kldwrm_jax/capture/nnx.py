@@ -237,27 +237,20 @@ class NNXModel(Model):
             out, variables = _run(model, call)
         return out, variables, watch
 
-    def bind(
-        self,
-        params: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        variables: Any,
-        rngs: Any,
-    ) -> tuple[Any, Call]:
+    def bind(self, params: Any, call: Call) -> tuple[Any, Call]:
         """The model itself, as it is now; or its parameters and, if it has any, other variables."""
         graph: Any = self.graph
         rest: Any = nnx.State({})
         if isinstance(params, nnx.Module):
             graph, params, rest = _split(params)
             self._check_parameters(params)
-        elif variables is None and self.others:
+        elif not call.variables and self.others:
             raise ValueError(
                 f"the model has variables that are no parameters ({', '.join(self.others)}): give "
                 f"net.oracle the model itself, or variables=nnx.state(model, nnx.Not(nnx.Param))"
             )
-        rest = rest if variables is None else _values(variables)
-        return params, Call(tuple(args), kwargs, rest, rngs, graph)
+        rest = _values(call.variables) if call.variables else rest
+        return params, dataclasses.replace(call, variables=rest, graph=graph)
 
     def _check_parameters(self, params: Any) -> None:
         known, here = self.layers.parameters.keys(), leaves_by_path(params).keys()

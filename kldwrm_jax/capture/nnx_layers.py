@@ -50,26 +50,32 @@ def _einsum(module: Any, call: inspect.BoundArguments, options: Options) -> Read
     )
 
 
+def _with_kernel(
+    layer: Any, x: jax.Array, kernel: jax.Array, features: int, settings: dict[str, Any]
+) -> jax.Array:
+    """A layer of this type and these settings, with this kernel and no bias."""
+    made = layer(
+        x.shape[-1],
+        features,
+        **settings,
+        use_bias=False,
+        kernel_init=lambda *_: kernel.astype(x.dtype),
+        precision=jax.lax.Precision.HIGHEST,
+        rngs=nnx.Rngs(0),
+    )
+    return made(x)
+
+
 def _conv(module: Any, call: inspect.BoundArguments, options: Options) -> Reading | str:
     if module.mask is not None:
         return "a masked convolution is no matrix product with its kernel"
     window = as_tuple(module.kernel_size)
     names = ("strides", "padding", "input_dilation", "kernel_dilation", "conv_general_dilated")
-    settings = {name: getattr(module, name) for name in names}
+    settings = {"kernel_size": window} | {name: getattr(module, name) for name in names}
 
     def cut(x: jax.Array) -> jax.Array:
-        units = readings.window_units(window).astype(x.dtype)
-        layer = nnx.Conv(
-            1,
-            units.shape[-1],
-            window,
-            **settings,
-            use_bias=False,
-            kernel_init=lambda *_: units,
-            precision=jax.lax.Precision.HIGHEST,
-            rngs=nnx.Rngs(0),
-        )
-        return layer(x)
+        units = readings.window_units(window)
+        return _with_kernel(nnx.Conv, x, units, units.shape[-1], settings)
 
     return readings.convolution(
         "Conv",
@@ -88,20 +94,11 @@ def _conv_transpose(module: Any, call: inspect.BoundArguments, options: Options)
         return "a masked convolution is no matrix product with its kernel"
     window = as_tuple(module.kernel_size)
     names = ("strides", "padding", "kernel_dilation", "transpose_kernel")
-    settings = {name: getattr(module, name) for name in names}
+    settings = {"kernel_size": window} | {name: getattr(module, name) for name in names}
 
     def cut(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        layer = nnx.ConvTranspose(
-            x.shape[-1],
-            kernel.shape[-2 if settings["transpose_kernel"] else -1],
-            window,
-            **settings,
-            use_bias=False,
-            kernel_init=lambda *_: kernel,
-            precision=jax.lax.Precision.HIGHEST,
-            rngs=nnx.Rngs(0),
-        )
-        return layer(x)
+        features = kernel.shape[-2 if settings["transpose_kernel"] else -1]
+        return _with_kernel(nnx.ConvTranspose, x, kernel, features, settings)
 
     return readings.transposed_convolution(
         "ConvTranspose",

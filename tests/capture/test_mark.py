@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from small_nets import jit
+from twins import assert_same, normal, tail
 
 import kldwrm_jax as kw
 
@@ -14,26 +15,6 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 KEY = jax.random.key(1)
 GAUSSIAN = kw.Gaussian()
-
-
-def normal(*shape, seed=7):
-    return jax.random.normal(jax.random.key(seed), shape)
-
-
-def tail(z):
-    mix = np.random.default_rng(3).normal(size=(z[0].size, 3))
-    return jnp.tanh(z).reshape(z.shape[0], -1) @ mix
-
-
-def assert_same(factors, expected):
-    assert factors.keys() == expected.keys()
-    for name, arrays in expected.items():
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10, rtol=1e-9),
-            factors[name],
-            arrays,
-        )
-        assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(arrays))
 
 
 def factors(function, params, *args, options=None, likelihood=GAUSSIAN, **kwargs):

@@ -8,6 +8,7 @@ import optax
 import pytest
 from flax import nnx
 from small_nets import jit
+from twins import assert_same, normal, tail
 
 import kldwrm_jax as kw
 from kldwrm_jax.paths import leaves_by_path
@@ -18,28 +19,8 @@ KEY = jax.random.key(1)
 GAUSSIAN = kw.Gaussian()
 
 
-def normal(*shape, seed=7):
-    return jax.random.normal(jax.random.key(seed), shape)
-
-
-def tail(z):
-    mix = np.random.default_rng(3).normal(size=(z[0].size, 3))
-    return jnp.tanh(z).reshape(z.shape[0], -1) @ mix
-
-
 def pure(state):
     return nnx.to_pure_dict(state)
-
-
-def assert_same(factors, expected, rtol=1e-9):
-    assert factors.keys() == expected.keys()
-    for name, arrays in expected.items():
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=rtol / 10, rtol=rtol),
-            factors[name],
-            arrays,
-        )
-        assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(arrays))
 
 
 def factors(net, *args, **kwargs):

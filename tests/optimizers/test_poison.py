@@ -107,6 +107,7 @@ class Training:
 
     def __init__(self, name):
         make, arguments = (MAKE | MORE)[name]
+        self.usual = np.mean if name in MAKE else np.median  # variants have losses that leap
         model, (x, _, _, shift, _, _) = Net(), Steps(*(field[0] for field in honest(1, 0)))
         self.net = kw.instrument(model, kw.Categorical(), x, shift, fisher="sampled")
         self.params = model.init(jax.random.key(1), x, shift)["params"]
@@ -156,7 +157,7 @@ class Training:
     def well(self, carried):
         """Whether honest steps lead to a good loss; and their account."""
         _, account = self.run(carried, honest(AFTERWARDS, seed=5))
-        return np.median(account["loss"][-100:]) < WELL, account
+        return self.usual(account["loss"][-100:]) < WELL, account
 
 
 def _finite(tree):
@@ -208,6 +209,7 @@ def fuzz(name, steps):
     counters = {key: value.sum() for key, value in account["counters"].items()}
     assert counters["steps"] > steps / 3
     assert min(counters["rejected_steps"], counters["refreshes"]) > 0
+    assert counters["outliers"] > 0 or steps < 10_000
     told = kw.diagnostics(carried[1])
     assert {key: told[key] for key in counters} == counters
     # The state is not jammed: it trains fresh parameters as well as a fresh state does.
