@@ -1,7 +1,7 @@
 """K-FAC and the KLD-WRM family of natural-gradient optimizers, as Optax transforms."""
 
 from kldwrm_jax import capture, curvature, wake
-from kldwrm_jax.capture import instrument, tag
+from kldwrm_jax.capture import instrument, kl_report, tag
 from kldwrm_jax.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from kldwrm_jax.optimizers import (
     Inverse,
@@ -25,6 +25,7 @@ __all__ = [
     "diagnostics",
     "instrument",
     "kfac",
+    "kl_report",
     "q_kldwrm",
     "qe_kldwrm",
     "so_kldwrm",

@@ -1,7 +1,8 @@
 """The family's steps from DESIGN's page of mathematics, with dense matrices, in numpy.
 
 Directions are one long vector; a Fisher is one block-diagonal matrix, put together from what
-``oracle.factors()`` returns. Gradients, factors and divergences come from JAX; nothing else does.
+``oracle.factors()`` returns. Gradients, factors, jacobians and divergences come from JAX; nothing
+else does.
 """
 
 import dataclasses
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
 from small_nets import jit
+
+import kldwrm_jax as kw
 
 
 @dataclasses.dataclass
@@ -50,6 +53,25 @@ class Blocks:
         return scipy.linalg.block_diag(*blocks.values())
 
 
+def fisher(problem, params, k):
+    """The exact Fisher of the whole network on batch ``k``, from its jacobian."""
+    blocks, network = Blocks(params), problem.oracle(params, k).outputs
+    outputs, tree = np.asarray(network(params)), jax.jacrev(network)(params)
+    shape = (*outputs.shape, -1)
+    jacobian = np.concatenate(
+        [np.reshape(tree[layer][kind], shape) for layer, kind in blocks.places], axis=-1
+    )
+    if isinstance(problem.net.likelihood, kw.Gaussian):
+        own = [np.eye(outputs.shape[-1]) / problem.net.likelihood.variance] * len(outputs)
+    elif isinstance(problem.net.likelihood, kw.Bernoulli):
+        p = 1 / (1 + np.exp(-outputs))
+        own = [np.diag(x * (1 - x)) for x in p]
+    else:
+        p = np.exp(outputs) / np.exp(outputs).sum(-1, keepdims=True)
+        own = [np.diag(x) - np.outer(x, x) for x in p]
+    return sum(j.T @ h @ j for j, h in zip(jacobian, own, strict=True)) / len(outputs)
+
+
 def product(blocks, f, gamma):
     return blocks.matrix(f) + gamma * np.eye(blocks.size)
 
@@ -84,6 +106,7 @@ class Member:
     kl_clip: float | None = None
     block_clip: float | None = None
     weight_decay: float = 0.0
+    calibrate: bool = False
     inner: "Inner | None" = None
 
 
@@ -118,8 +141,9 @@ class Inner:
     def value_and_grad(self):
         return jit(jax.value_and_grad(self.objective))
 
-    def solve(self, blocks, member, k, iterates, s, g, b):
+    def solve(self, blocks, member, k, iterates, s, g, b, hessian):
         """The step after the inner SGD, and the objective before and after."""
+        del hessian
         old = iterates[-self.capacity :]
         problem = k, old, self.weights(member.rho, k), g, b, 1 / member.lrs[k]
         before, _ = self.value_and_grad(blocks.tree(s), *problem)
@@ -129,6 +153,31 @@ class Inner:
             s = s - self.omega * member.lrs[k] * gradient
         after, _ = self.value_and_grad(blocks.tree(s), *problem)
         return s, float(before), float(after)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preconditioned(Inner):
+    """The other inner solver: steps by the inverse of ``hessian``, halved until they help."""
+
+    def solve(self, blocks, member, k, iterates, s, g, b, hessian):
+        old = iterates[-self.capacity :]
+        problem = k, old, self.weights(member.rho, k), g, b, 1 / member.lrs[k]
+        best, step, halvings = np.zeros_like(s), s, 0
+        lowest = first = self.value_and_grad(blocks.tree(best), *problem)[0]
+        values = []
+        for _ in range(self.steps + 1):
+            trial = best + step * 0.5**halvings
+            value, gradient = self.value_and_grad(blocks.tree(trial), *problem)
+            values.append(float(value))
+            if value <= lowest:
+                best, lowest, halvings = trial, value, 0
+                step = (
+                    -self.omega * member.lrs[k] * np.linalg.solve(hessian, blocks.vector(gradient))
+                )
+            else:
+                halvings += 1
+        assert lowest <= min(first, values[0])
+        return best, values[0], float(lowest)
 
 
 def block_clipped(blocks, v, tau):
@@ -152,6 +201,7 @@ def run(problem, member):
     m = pull = np.zeros(blocks.size)  # the model's gradient, R
     previous = None  # lr, ghat, grad M, Mhat ghat of the step before
     f_bar = f_inverted = None
+    c = c_next = 1.0
     for k, lr in enumerate(member.lrs):
         grads, fresh = problem.measure(params, k)
         fresh = jax.tree.map(np.asarray, fresh)
@@ -171,13 +221,14 @@ def run(problem, member):
         if member.wake is None:
             g_hat = g
         elif member.wake == "taken":
-            g_hat = m + pull / lr
+            g_hat = m + c * pull / lr
         elif first:
             g_hat = m
         else:
             # Prop. A.1: (lambda_k / lambda_{k-1}) rho [ghat - grad M - Mhat ghat].
+            # The blocks times c are those with lambda times c.
             lr0, g_hat0, m0, m_hat_g_hat0 = previous
-            g_hat = m + lr0 / lr * rho * (g_hat0 - m0 - m_hat_g_hat0)
+            g_hat = m + lr0 / (lr / c) * rho * (g_hat0 - m0 - m_hat_g_hat0)
 
         # S = Fbar + B / lambda, and Mhat.
         eye = np.eye(blocks.size)
@@ -203,19 +254,24 @@ def run(problem, member):
 
         # The step.
         right = g_hat + member.weight_decay * blocks.vector(params)
-        v = np.linalg.solve(s_matrix, right)
+        if member.calibrate and refreshed:
+            v = np.linalg.solve(s_matrix, right)
+            now = v @ fisher(problem, params, k) @ v / (v @ blocks.matrix(f_bar) @ v)
+            c_next = now if first else rho * c + (1 - rho) * now
+            c = c_next if first else c
+        v = np.linalg.solve(c * s_matrix, right)
         kl_factor = 1.0
         if member.kl_clip is not None:
             kl_factor = min(1.0, np.sqrt(member.kl_clip / (lr**2 * v @ right)))
         s = -lr * kl_factor * block_clipped(blocks, v, member.block_clip)
         objectives = 0.0, 0.0
         if member.inner and k >= member.inner.capacity - 1:
-            b = blocks.matrix(fresh if new else f_bar)
-            s, *objectives = member.inner.solve(blocks, member, k, iterates, s, g, b)
+            b, hessian = c * blocks.matrix(fresh if new else f_bar), c * (1 + lr) * f_damped
+            s, *objectives = member.inner.solve(blocks, member, k, iterates, s, g, b, hessian)
 
         newest = member.mode(blocks, f_bar, gamma)
         pull = rho * (pull + newest @ s)
-        previous = lr, g_hat, m, m_hat @ g_hat
+        previous = lr / c, g_hat, m, m_hat @ g_hat
         params = jax.tree.map(lambda p, x: p + x, params, blocks.tree(s))
         trace.append(
             {
@@ -227,6 +283,8 @@ def run(problem, member):
                 "kl_clip": kl_factor,
                 "objectives": objectives,
                 "step": s,
+                "calibration": c_next,
             }
         )
+        c = c_next
     return trace

@@ -13,6 +13,7 @@ from kldwrm_jax.arguments import check_choice, check_count
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.function import survey_function
 from kldwrm_jax.capture.linen import survey_linen
+from kldwrm_jax.capture.micro_batches import SplitOracle
 from kldwrm_jax.capture.model import Model
 from kldwrm_jax.capture.nnx import survey_nnx
 from kldwrm_jax.capture.oracle import Oracle
@@ -43,6 +44,7 @@ class Instrumented:
         weights: jax.Array | None = None,
         variables: Mapping[str, Any] | None = None,
         rngs: Mapping[str, jax.Array] | jax.Array | None = None,
+        micro_batches: int = 1,
         **kwargs: Any,
     ) -> Oracle:
         """Binds parameters and a batch; computes nothing until it is asked.
@@ -61,6 +63,9 @@ class Instrumented:
             and their updates are dropped. Those of an NNX model come with it.
           rngs: as in ``model.apply``; for an NNX model, what it takes as its argument ``rngs``. The
             same masks serve every question to this oracle.
+          micro_batches: in how many parts the batch is gone through, one after another, to spare
+            memory: gradients and statistics are those of the whole batch, as they would not be with
+            ``optax.MultiSteps``. Arguments whose first axis is as long as the batch are split.
           **kwargs: keyword arguments of the model. Python bools, strings, None and callables among
             the arguments are part of the oracle's structure, not leaves.
 
@@ -70,7 +75,9 @@ class Instrumented:
         if weights is not None:
             weights = jnp.asarray(weights, float)
         params, call = self.model.bind(params, Call(args, kwargs, variables or {}, rngs))
-        return Oracle(self.model, self.likelihood, self.fisher, params, call, targets, key, weights)
+        fields = (self.model, self.likelihood, self.fisher, params, call, targets, key, weights)
+        check_count("micro_batches", micro_batches)
+        return Oracle(*fields) if micro_batches == 1 else SplitOracle(*fields, parts=micro_batches)
 
     def value_and_grad(
         self, params: Any, *args: Any, targets: Any, **kwargs: Any

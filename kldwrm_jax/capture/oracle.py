@@ -130,6 +130,35 @@ class Oracle:
         kl = self.likelihood.symmetric_kl(outputs1, outputs2)
         return jnp.sum(kl * self._shares(kl.shape))
 
+    def quadratic(self, step: Any) -> jax.Array:
+        r""":math:`\frac12 s'F s`: the divergence of a step to second order.
+
+        ``F`` is the whole network's Fisher on this batch at the oracle's parameters, exactly: one
+        JVP, and the second derivative of the divergence along it.
+
+        Args:
+          step: of the parameters' structure; what is masked in it does not move.
+        """
+        own = leaves_by_path(step)
+        tangent = replace_leaves(
+            jax.tree.map(jnp.zeros_like, self.params),
+            {
+                path: own[path].astype(p.dtype)
+                for path, p in leaves_by_path(self.params).items()
+                if path in own
+            },
+        )
+        outputs, change = jax.jvp(self.outputs, (self.params,), (tangent,))
+        one = jnp.ones((), outputs.dtype)
+
+        def divergence_at(t: jax.Array) -> jax.Array:
+            return self.divergence(outputs, outputs + t * change)
+
+        def slope(t: jax.Array) -> jax.Array:
+            return jax.jvp(divergence_at, (t,), (one,))[1]
+
+        return 0.5 * jax.jvp(slope, (jnp.zeros_like(one),), (one,))[1]
+
     def _loss(self, outputs: jax.Array) -> jax.Array:
         nll = self.likelihood.nll(outputs, self._needed_targets("loss"))
         return jnp.sum(nll * self._shares(nll.shape))

@@ -2,6 +2,7 @@
 
 from kldwrm_jax.curvature.blocks import Block, Dense, Diagonal, Kronecker, average
 from kldwrm_jax.curvature.decompositions import decompose
+from kldwrm_jax.curvature.devices import Devices
 from kldwrm_jax.curvature.layers import LayerBlock, Layers, Parameter, per_block
 from kldwrm_jax.curvature.monitors import AveragingError, averaging_error, contraction
 from kldwrm_jax.curvature.outliers import sift
@@ -24,6 +25,7 @@ __all__ = [
     "Block",
     "Damping",
     "Dense",
+    "Devices",
     "Diagonal",
     "Exact",
     "Factored",

@@ -5,8 +5,8 @@ in the average for hundreds of refreshes. A block's statistics are kept out of i
 trace of one of their factors is more than :data:`FAR` times that of the average. Averaging in what
 is too small does no harm; but it may be the average that is absurd. What comes back again and again
 is no accident but a new scale: after :data:`PATIENCE` refreshes in a row that are :data:`FAR` from
-the average, above or below, it begins anew with them. A factor that is zero is not far from any
-other: a layer may fall asleep and wake up.
+the average, above or below, it begins anew with them, and so does the wake of that block. A factor
+that is zero is not far from any other: a layer may fall asleep and wake up.
 
 Inputs have a scale; gradients need not have one. Where a network is sure of itself, labels drawn
 from it hold no surprise for many batches, and then one that is millions of times their average:
@@ -35,6 +35,7 @@ class Sifted(NamedTuple):
     factors: list[Factors]  # the average itself where the statistics are kept out
     rho: jax.Array  # (blocks,): the decay; 0 where the average begins anew
     kept_out: jax.Array  # bool (blocks,)
+    anew: jax.Array  # bool (blocks,): whether the average begins anew
     strange: jax.Array  # int32 (blocks,): refreshes in a row that were far from the average
     finite: jax.Array  # bool []: whether all statistics are; the rest is void if not
 
@@ -81,6 +82,7 @@ def sift(
         ],
         rho=jnp.where(anew, 0, rho),
         kept_out=kept_out,
+        anew=anew,
         strange=jnp.where(anew, 0, strange),
         finite=jnp.isfinite(new).all(),
     )

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from kldwrm_jax.arguments import Scalar
 from kldwrm_jax.curvature.blocks import Block, Factors
 from kldwrm_jax.curvature.decompositions import decompose
+from kldwrm_jax.curvature.devices import Devices
 
 Cache = Any  # a pytree of arrays
 
@@ -49,6 +50,11 @@ class Operator(NamedTuple):
 class Damping(Protocol):
     """A way to add ``gamma``: what is cached, how it solves, and what matrix it stands for."""
 
+    @property
+    def devices(self) -> Devices | None:
+        """Who shares the decompositions out; by None, each device does them all."""
+        ...
+
     def invert(
         self, blocks: Sequence[Block], factors: Sequence[Factors], gamma: Scalar
     ) -> list[Cache]:
@@ -70,12 +76,14 @@ class Damping(Protocol):
 class Product:
     r"""``gamma`` joins every eigenvalue of the product: :math:`(F + \gamma I)^{-1}` exactly."""
 
+    devices: Devices | None = None
+
     def invert(
         self, blocks: Sequence[Block], factors: Sequence[Factors], gamma: Scalar
     ) -> list[Cache]:
         """Eigenbases."""
         del gamma
-        return decompose("eigen", blocks, factors)
+        return decompose("eigen", blocks, factors, devices=self.devices)
 
     def solve(
         self, block: Block, cache: Cache, v: jax.Array, gamma: Scalar, c: Scalar = 1.0
@@ -92,11 +100,14 @@ class Product:
 class Factored:
     r""":math:`\sqrt\gamma` is shared between the factors: the inverse keeps their structure."""
 
+    devices: Devices | None = None
+
     def invert(
         self, blocks: Sequence[Block], factors: Sequence[Factors], gamma: Scalar
     ) -> list[Cache]:
         """Inverses of the damped factors, by Cholesky."""
-        return decompose("inverse", blocks, _damped(blocks, factors, gamma))
+        damped = _damped(blocks, factors, gamma)
+        return decompose("inverse", blocks, damped, devices=self.devices)
 
     def solve(
         self, block: Block, cache: Cache, v: jax.Array, gamma: Scalar, c: Scalar = 1.0
@@ -178,7 +189,7 @@ class Exact:
     ) -> tuple[list[Cache], list[Operator]]:
         """Bases for this step, the inverses they contain for the next."""
         damped = _damped(blocks, f_bar, at.gamma)
-        bases = decompose("pencil", blocks, damped, fresh)
+        bases = decompose("pencil", blocks, damped, fresh, devices=self.damping.devices)
 
         def operator(block: Block, f: Factors, basis: Any) -> Operator:
             largest = at.lr * block.pencil_norm(basis)

@@ -3,13 +3,14 @@ r"""QE-KLD-WRM's inner problem: the exact symmetric KL to the newest iterates, i
 .. math:: \min_s\ g_k's + \tfrac12 s'B_k s
           + \lambda \sum_i \zeta(i) \rho^{k-i} D_{KL}(\theta_i, \theta_k + s)
 
-on the current batch, by a few steps of SGD from the Q step. Everything is multiplied by the
-learning rate :math:`1/\lambda`, so that nothing is divided by it.
+on the current batch, by a few steps from the Q step: of SGD, as in the paper, or preconditioned
+with the inverse that the Q step was made with. Everything is multiplied by the learning rate
+:math:`1/\lambda`, so that nothing is divided by it.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,28 @@ from kldwrm_jax.capture import Oracle
 from kldwrm_jax.paths import Leaves, leaves_by_path, replace_leaves
 
 
+class Solved(NamedTuple):
+    """Where an inner solver came to."""
+
+    s: Leaves
+    start: jax.Array  # the objective at the Q step
+    end: jax.Array  # and at ``s``
+
+
+class Objective(NamedTuple):
+    """The inner objective of a step ``s``, times the learning rate."""
+
+    value: Callable[[Leaves], jax.Array]
+    value_and_gradient: Callable[[Leaves], tuple[jax.Array, Leaves]]
+    at_rest: jax.Array  # its value for no step at all, which costs nothing
+
+
 @dataclasses.dataclass(frozen=True)
 class ExactKL:
     """How QE's inner problem is posed and solved."""
 
     capacity: int
+    inner: str
     inner_steps: Any
     omega: Any
     kl_scale: Any
@@ -61,21 +79,19 @@ class ExactKL:
         first = age == self.capacity - 1 if self.tail == "fold" else age == count
         return self.kl_scale * jnp.where(first, 1.0, 1.0 - rho) * jnp.power(rho, age)
 
-    def solve(
+    def objective(
         self,
-        s: Leaves,
         *,
         g: Leaves,
         multiply_b: Callable[[Leaves], Leaves],
         lr: jax.Array,
         rho: jax.Array,
-        clip: Callable[[Leaves], Leaves],
         oracle: Oracle,
         params: Any,
         history: Any,
         count: jax.Array,
-    ) -> tuple[Leaves, jax.Array, jax.Array]:
-        """The step after the inner solver, and the objective before and after it."""
+    ) -> Objective:
+        """The inner problem at the newest iterate, ``params``."""
         weights = self.weights(rho, count)
         here, buffer = leaves_by_path(params), leaves_by_path(history)
 
@@ -90,27 +106,101 @@ class ExactKL:
         older = jax.lax.map(outputs_at_age, jnp.arange(1, self.capacity))
         old = jax.lax.stop_gradient(jnp.concatenate([newest[None], older]))
 
+        def divergences(new: jax.Array) -> jax.Array:
+            return jnp.sum(weights * jax.vmap(oracle.divergence, in_axes=(0, None))(old, new))
+
         def wake(s: Leaves) -> jax.Array:
-            new = outputs({path: p + s[path].astype(p.dtype) for path, p in here.items()})
-            terms = jax.vmap(oracle.divergence, in_axes=(0, None))(old, new)
-            return jnp.sum(weights * terms)
+            return divergences(
+                outputs({path: p + s[path].astype(p.dtype) for path, p in here.items()})
+            )
 
         def model(s: Leaves) -> tuple[jax.Array, Leaves]:
             bs = multiply_b(s)
             value = optax.tree.vdot(g, s) + 0.5 * optax.tree.vdot(s, bs)
             return lr * value, {path: lr * (g[path] + bs[path]) for path in s}
 
+        def value_and_gradient(s: Leaves) -> tuple[jax.Array, Leaves]:
+            kl, kl_gradient = jax.value_and_grad(wake)(s)
+            value, gradient = model(s)
+            return kl + value, {path: kl_gradient[path] + gradient[path] for path in s}
+
+        return Objective(lambda s: wake(s) + model(s)[0], value_and_gradient, divergences(old[0]))
+
+    def solve(
+        self,
+        s: Leaves,
+        objective: Objective,
+        clip: Callable[[Leaves], Leaves],
+        precondition: Callable[[Leaves], Leaves],
+    ) -> Solved:
+        """The step after the inner solver.
+
+        Args:
+          s: the Q step, where it begins.
+          objective: what it lowers.
+          clip: limits a step of SGD.
+          precondition: about the inverse of the objective's Hessian, times a gradient.
+        """
+        if self.inner == "sgd":
+            return self._by_sgd(s, objective, clip)
+        return self._preconditioned(s, objective, precondition)
+
+    def _by_sgd(self, s: Leaves, objective: Objective, clip: Callable[[Leaves], Leaves]) -> Solved:
         def step(i: jax.Array, carried: tuple[Leaves, jax.Array]) -> tuple[Leaves, jax.Array]:
             s, start = carried
-            kl, kl_gradient = jax.value_and_grad(wake)(s)
-            value, model_gradient = model(s)
-            gradient = clip({p: kl_gradient[p] + model_gradient[p] for p in s})
+            value, gradient = objective.value_and_gradient(s)
+            gradient = clip(gradient)
             s = {path: s[path] - self.omega * gradient[path] for path in s}
-            return s, jnp.where(i == 0, kl + value, start)
+            return s, jnp.where(i == 0, value, start)
 
-        start = jnp.zeros((), float)
-        s, start = jax.lax.fori_loop(0, self.inner_steps, step, (s, start))
-        end = wake(s) + model(s)[0]
-        start = jnp.where(jnp.asarray(self.inner_steps) > 0, start, end)
-        scale = jnp.where(lr > 0, 1 / jnp.where(lr > 0, lr, 1), 1)
-        return s, scale * start, scale * end
+        s, start = jax.lax.fori_loop(0, self.inner_steps, step, (s, jnp.zeros((), float)))
+        end = objective.value(s)
+        return Solved(s, jnp.where(jnp.asarray(self.inner_steps) > 0, start, end), end)
+
+    def _preconditioned(
+        self, s: Leaves, objective: Objective, precondition: Callable[[Leaves], Leaves]
+    ) -> Solved:
+        """Steps that are halved until they lower the objective, the first of them the Q step."""
+
+        def step(i: jax.Array, at: _Search) -> _Search:
+            value, gradient = objective.value_and_gradient(at.trial)
+            better = value <= at.lowest
+            direction = optax.tree.where(better, precondition(gradient), at.direction)
+            best = optax.tree.where(better, at.trial, at.best)
+            length = jnp.where(better, self.omega, at.length / 2)
+            return _Search(
+                best=best,
+                lowest=jnp.where(better, value, at.lowest),
+                direction=direction,
+                length=length,
+                trial={path: x - length * direction[path] for path, x in best.items()},
+                start=jnp.where(i == 0, value, at.start),
+            )
+
+        at = _Search(
+            best=optax.tree.zeros_like(s),
+            lowest=objective.at_rest,
+            direction=jax.tree.map(jnp.negative, s),
+            length=jnp.ones((), float),
+            trial=s,
+            start=jnp.zeros((), float),
+        )
+        at = jax.lax.fori_loop(0, self.inner_steps, step, at)
+        end = objective.value(at.trial)
+        better = end <= at.lowest
+        return Solved(
+            optax.tree.where(better, at.trial, at.best),
+            jnp.where(jnp.asarray(self.inner_steps) > 0, at.start, end),
+            jnp.where(better, end, at.lowest),
+        )
+
+
+class _Search(NamedTuple):
+    """The best step so far, and the next to be tried: ``best - length * direction``."""
+
+    best: Leaves
+    lowest: jax.Array  # the objective there
+    direction: Leaves
+    length: jax.Array
+    trial: Leaves
+    start: jax.Array

@@ -24,6 +24,7 @@ import optax
 from kldwrm_jax.arguments import check_choice
 from kldwrm_jax.curvature import (
     Damping,
+    Devices,
     Exact,
     Factored,
     Layers,
@@ -50,6 +51,7 @@ def kfac(
     inverse: Inverse = _AT_EVERY_REFRESH,
     kl_clip: float | None = 0.1,
     weight_decay: float = 0.0,
+    calibrate: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""K-FAC: natural gradient with exponentially averaged Kronecker factors.
 
@@ -71,6 +73,10 @@ def kfac(
         turns it off. Low damping or a high rate make large first steps: try 0.01 then.
       weight_decay: times the parameters, is added to the gradient before it is preconditioned. The
         same as ``optax.add_decayed_weights`` before this in a chain, for K-FAC.
+      calibrate: multiplies the blocks by a number ``c``: how many times their own divergence the
+        step's true one is, to second order. Measured by one JVP at a refresh and averaged as the
+        factors are. Kronecker blocks see a tenth or less of a step's divergence; with this,
+        ``learning_rate`` and ``kl_clip`` mean what they say. See :func:`kldwrm_jax.kl_report`.
 
     Returns:
       An Optax transform whose ``update`` takes ``oracle=net.oracle(params, x, ...)``.
@@ -102,12 +108,13 @@ def kfac(
         learning_rate=learning_rate,
         rho=rho,
         damping=damping,
-        solver=Linear(_damping(damping_mode)),
+        solver=Linear(_damping(damping_mode, inverse)),
         refresh_every=refresh_every,
         inverse=inverse,
         kl_clip=kl_clip,
         block_clip=None,
         weight_decay=weight_decay,
+        calibrate=calibrate,
         wake=None,
     ).transform()
 
@@ -123,6 +130,7 @@ def so_kldwrm(
     inverse: Inverse = _AT_EVERY_REFRESH,
     kl_clip: float | None = 0.1,
     weight_decay: float = 0.0,
+    calibrate: bool = False,
     nu: float = 0.0,
     wake: str = "proposed",
 ) -> optax.GradientTransformationExtraArgs:
@@ -145,6 +153,7 @@ def so_kldwrm(
       weight_decay: times the parameters, joins the effective gradient: preconditioned, not
         remembered. ``optax.add_decayed_weights`` before this in a chain makes it part of the
         gradient instead, which the wake remembers.
+      calibrate: multiplies the blocks by what they miss of a step's divergence; see :func:`kfac`.
       nu: momentum of the linear model :math:`\sum_i \nu^{k-i} g_i`: 0 is SO-KLD-WRM, ``rho`` is
         K-FAC for constant :math:`\lambda`.
       wake: ``"proposed"``: the recursion follows the model's minimiser, whatever clipping or weight
@@ -181,12 +190,13 @@ def so_kldwrm(
         learning_rate=learning_rate,
         rho=rho,
         damping=damping,
-        solver=Linear(_damping(damping_mode)),
+        solver=Linear(_damping(damping_mode, inverse)),
         refresh_every=refresh_every,
         inverse=inverse,
         kl_clip=kl_clip,
         block_clip=None,
         weight_decay=weight_decay,
+        calibrate=calibrate,
         wake=_wake(wake),
         nu=nu,
     ).transform()
@@ -203,6 +213,7 @@ def q_kldwrm(
     inverse: Inverse = _AT_EVERY_REFRESH,
     kl_clip: float | None = 0.1,
     weight_decay: float = 0.0,
+    calibrate: bool = False,
     solver: str = "exact",
     block_clip: float | None = 2.0,
     wake: str = "proposed",
@@ -229,6 +240,7 @@ def q_kldwrm(
       weight_decay: times the parameters, joins :math:`\hat g`: preconditioned, not remembered.
         ``optax.add_decayed_weights`` before this in a chain makes it part of the gradient instead,
         which the wake remembers.
+      calibrate: multiplies the blocks by what they miss of a step's divergence; see :func:`kfac`.
       solver: ``"exact"`` diagonalises :math:`(B, \bar F)` at once; ``"reweighted"`` is the author's
         cheaper approximation.
       block_clip: limit of every parameter's root mean square in :math:`v = \lambda s`; None turns
@@ -266,12 +278,13 @@ def q_kldwrm(
         learning_rate=learning_rate,
         rho=rho,
         damping=damping,
-        solver=_quadratic(solver, damping_mode),
+        solver=_quadratic(solver, damping_mode, inverse),
         refresh_every=refresh_every,
         inverse=inverse,
         kl_clip=kl_clip,
         block_clip=block_clip,
         weight_decay=weight_decay,
+        calibrate=calibrate,
         wake=_wake(wake),
     ).transform()
 
@@ -287,12 +300,14 @@ def qe_kldwrm(
     inverse: Inverse = _AT_EVERY_REFRESH,
     kl_clip: float | None = 0.1,
     weight_decay: float = 0.0,
+    calibrate: bool = False,
     solver: str = "exact",
     block_clip: float | None = 2.0,
     wake: str = "proposed",
     capacity: int = 4,
-    inner_steps: int = 10,
-    omega: float = 0.07,
+    inner: str = "sgd",
+    inner_steps: int | None = None,
+    omega: float | None = None,
     kl_scale: float = 1 / 330,
     tail: str = "drop",
 ) -> optax.GradientTransformationExtraArgs:
@@ -301,7 +316,7 @@ def qe_kldwrm(
     .. math:: \min_s\ g_k's + \tfrac12 s'B_k s
               + \lambda \sum_i \zeta(i)\, \rho^{k-i} D_{KL}(\theta_i, \theta_k + s)
 
-    on the current batch, by ``inner_steps`` of SGD from the Q step, over the newest ``capacity``
+    on the current batch, by ``inner_steps`` from the Q step, over the newest ``capacity``
     iterates (:math:`\theta_k` among them), kept in a ring buffer in the state. Until the buffer is
     full, and where the inner solver diverges, the Q step is taken. The networks compared share
     dropout masks and, where only some parameters are trained by this transform, the present values
@@ -318,13 +333,17 @@ def qe_kldwrm(
       inverse: how and when inverses are made.
       kl_clip: limit of the Q step's quadratic divergence; None turns it off.
       weight_decay: joins :math:`\hat g` of the Q step, as in :func:`q_kldwrm`.
+      calibrate: multiplies the blocks by what they miss of a step's divergence; see :func:`kfac`.
       solver: as in :func:`q_kldwrm`.
       block_clip: limit of every parameter's root mean square, in the Q step and in every inner
         gradient; None turns it off.
       wake: of the Q step, as in :func:`q_kldwrm`.
       capacity: iterates in the buffer; a static number.
-      inner_steps: steps of the inner SGD.
-      omega: its learning rate, in units of :math:`1/\lambda`.
+      inner: how the inner problem is solved. ``"sgd"``: as in the paper. ``"preconditioned"``:
+        with the inverse that the Q step was made with, each step (the Q step first) halved until it
+        lowers the objective, which never ends above its value at the Q step or at no step.
+      inner_steps: its steps; 10 of SGD, 2 preconditioned by None.
+      omega: their length; 0.07 for SGD, in units of :math:`1/\lambda`, 1 preconditioned by None.
       kl_scale: :math:`\zeta = ` ``kl_scale`` :math:`\kappa`. The paper's 1/330 makes up for
         Kronecker blocks that are too small by about that factor along the step.
       tail: ``"drop"`` forgets iterates that have left the buffer; ``"fold"`` gives their weight to
@@ -363,15 +382,39 @@ def qe_kldwrm(
         learning_rate=learning_rate,
         rho=rho,
         damping=damping,
-        solver=_quadratic(solver, damping_mode),
+        solver=_quadratic(solver, damping_mode, inverse),
         refresh_every=refresh_every,
         inverse=inverse,
         kl_clip=kl_clip,
         block_clip=block_clip,
         weight_decay=weight_decay,
+        calibrate=calibrate,
         wake=_wake(wake),
-        exact_kl=ExactKL(capacity, inner_steps, omega, kl_scale, tail),
+        exact_kl=_exact_kl(capacity, inner, inner_steps, omega, kl_scale, tail),
     ).transform()
+
+
+_INNER: dict[str, tuple[int, float]] = {"sgd": (10, 0.07), "preconditioned": (2, 1.0)}
+
+
+def _exact_kl(
+    capacity: int,
+    inner: str,
+    inner_steps: int | None,
+    omega: float | None,
+    kl_scale: float,
+    tail: str,
+) -> ExactKL:
+    check_choice("inner", inner, _INNER)
+    usual_steps, usual_omega = _INNER[inner]
+    return ExactKL(
+        capacity,
+        inner,
+        usual_steps if inner_steps is None else inner_steps,
+        usual_omega if omega is None else omega,
+        kl_scale,
+        tail,
+    )
 
 
 def _wake(wake: str) -> str:
@@ -382,17 +425,22 @@ def _wake(wake: str) -> str:
 _DAMPING: dict[str, Any] = {"product": Product, "factored": Factored}
 
 
-def _damping(mode: str | None) -> Damping:
-    if mode is None:
-        return Product()
+def _damping(mode: str | None, inverse: Inverse) -> Damping:
+    mode = "product" if mode is None else mode
     check_choice("damping_mode", mode, _DAMPING)
-    return _DAMPING[mode]()
+    return _DAMPING[mode](_devices(inverse))
 
 
-def _quadratic(solver: str, mode: str | None) -> Solver:
+def _devices(inverse: Inverse) -> Devices | None:
+    if not isinstance(inverse, Inverse):
+        raise ValueError(f"inverse must be a kldwrm_jax.Inverse(...), got {inverse!r}")
+    return inverse.devices
+
+
+def _quadratic(solver: str, mode: str | None, inverse: Inverse) -> Solver:
     check_choice("solver", solver, ("exact", "reweighted"))
     if solver == "reweighted":
-        return Reweighted(_damping(mode))
+        return Reweighted(_damping(mode, inverse))
     if mode is not None:
         check_choice("damping_mode", mode, _DAMPING)
     if mode == "product":
@@ -400,4 +448,4 @@ def _quadratic(solver: str, mode: str | None) -> Solver:
             "damping_mode='product' is not diagonal in the basis of solver='exact': use "
             "damping_mode='factored', or solver='reweighted'"
         )
-    return Exact()
+    return Exact(Factored(_devices(inverse)))

@@ -5,8 +5,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jax.sharding import Mesh
+
 from kldwrm_jax.arguments import Scalar, check_choice, check_count
-from kldwrm_jax.curvature import Block, Damping, Diagonal, LayerBlock, decompose
+from kldwrm_jax.curvature import Block, Damping, Devices, Diagonal, LayerBlock, decompose
 from kldwrm_jax.curvature.blocks import Factors
 from kldwrm_jax.curvature.sides import Matrix, start_subspace
 
@@ -31,11 +33,16 @@ class Inverse:
         its spectrum is replaced by its mean. For wide layers, where a full decomposition costs too
         much.
       rank: how many eigenvectors ``"randomized"`` keeps.
+      mesh: whose devices share the decompositions out among themselves: each does some of the
+        matrices, and a sum over the devices gives all of them to all. By None each device does them
+        all, which is what XLA makes of replicated matrices by itself.
+      axis: the name of the mesh's axis along which they are shared out, or several names; all axes
+        by None.
 
     Example:
       >>> import kldwrm_jax as kw
       >>> kw.Inverse(every=30, stagger=True)
-      Inverse(every=30, stagger=True, method='full', rank=None)
+      Inverse(every=30, stagger=True, method='full', rank=None, mesh=None, axis=None)
       >>> kw.Inverse(method="randomized", rank=128).rank
       128
 
@@ -48,6 +55,8 @@ class Inverse:
     stagger: bool = False
     method: str = "full"
     rank: int | None = None
+    mesh: Mesh | None = None
+    axis: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.every is not None:
@@ -59,6 +68,17 @@ class Inverse:
             check_count("rank", self.rank)
         elif self.rank is not None:
             raise ValueError(f"rank={self.rank} needs method='randomized', got {self.method!r}")
+        if self.mesh is None and self.axis is not None:
+            raise ValueError(f"axis={self.axis!r} needs the mesh it is an axis of, got mesh=None")
+        _ = self.devices  # checks its own arguments
+
+    @property
+    def devices(self) -> Devices | None:
+        """Those that share the decompositions out, if they are to."""
+        if self.mesh is None:
+            return None
+        axis = self.mesh.axis_names if self.axis is None else self.axis
+        return Devices(self.mesh, (axis,) if isinstance(axis, str) else tuple(axis))
 
     @property
     def takes_average(self) -> bool:
@@ -77,7 +97,7 @@ class Inverse:
         if self.rank is not None:
             before = old or [None] * len(blocks)
             starts = [_starts(*own, self.rank) for own in zip(blocks, factors, before, strict=True)]
-            factors = decompose("compress", blocks, factors, starts)
+            factors = decompose("compress", blocks, factors, starts, devices=self.devices)
         return damping.invert(blocks, factors, gamma)
 
 

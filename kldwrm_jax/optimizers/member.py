@@ -45,6 +45,7 @@ class Member:
       kl_clip: limit of the whole step's quadratic divergence, or None.
       block_clip: limit of every parameter's root mean square, in units of the rate, or None.
       weight_decay: joins the effective gradient, preconditioned but not remembered.
+      calibrate: whether the blocks are multiplied by ``c``, what is missing along the step.
       wake: ``"proposed"``, ``"taken"``, or None for K-FAC, which needs none.
       nu: momentum of the linear model.
       exact_kl: QE's inner problem, or None.
@@ -60,6 +61,7 @@ class Member:
     kl_clip: Any
     block_clip: Any
     weight_decay: Any
+    calibrate: bool
     wake: str | None
     nu: Any = 0.0
     exact_kl: ExactKL | None = None
@@ -105,6 +107,7 @@ class Member:
             factors=factors,
             inverses=inverses,
             strange=jnp.zeros(len(factors), jnp.int32),
+            calibration=jnp.ones((), float),
             g_prev=like_params() if remembers else None,
             g_hat=like_params() if remembers else None,
             pull=like_params() if remembers else None,
@@ -140,32 +143,41 @@ class Member:
         lr, rho = self._rate(state.count), jnp.asarray(self.rho, float)
 
         m = self._model_gradient(g, state)
-        pull = leaves_by_path(state.pull) if self.wake else optax.tree.zeros_like(m)
-        h = wake.effective_gradient(lr, m, pull)
-        rhs = h
-        if not _is_zero(self.weight_decay):
-            decay = lr * jnp.asarray(self.weight_decay, float)
-            rhs = {path: x + decay * theta[path].astype(x.dtype) for path, x in h.items()}
+        # Blocks that are c times larger all leave but the gradient as it is, which is 1 / c of it.
+        rate = lr / state.calibration
 
-        curvature, direction = self.refresh(blocks, state, oracle, g, h, rhs, lr)
+        def right_sides(anew: jax.Array) -> tuple[Leaves, Leaves]:
+            h = wake.effective_gradient(rate, m, self._pull(blocks, state, m, anew))
+            return h, self._decayed(h, theta, rate)
+
+        curvature, direction = self.refresh(blocks, state, oracle, g, right_sides, lr)
+        pull, (h, _) = self._pull(blocks, state, m, curvature.anew), right_sides(curvature.anew)
+        c = state.calibration
+        if self.calibrate:
+            measured = self._calibrated(blocks, state, curvature, oracle, direction.v, rho)
+            # Before the first step nothing is remembered that would not shrink with the gradient.
+            c = jnp.where(state.count == 0, measured, c)
+            direction, rate = direction.scaled(state.calibration / c), lr / c
+            h = optax.tree.scale(state.calibration / c, h)
+            state = state._replace(calibration=measured)
         # What is not finite in gradient, pull or direction is not finite in their product.
         finite = jnp.isfinite(direction.size)
         refreshes = raised(state.monitor.refreshes, curvature.refreshed)
         taken = finite & (refreshes > 0)
 
-        s, kl_factor, block_factor = self._clipped(direction.v, direction.size, lr)
+        s, kl_factor, block_factor = self._clipped(direction.v, c * direction.size, lr)
         last = state.monitor._replace(
             kl_clip=kl_factor,
             block_clip=block_factor,
             contraction=rho * direction.contraction,
             wake_ratio=jnp.sqrt(optax.tree.vdot(pull, pull))
-            / _or_one(lr * jnp.sqrt(optax.tree.vdot(m, m))),
+            / _or_one(rate * jnp.sqrt(optax.tree.vdot(m, m))),
         )
         new: dict[str, Any] = {"count": next_count(state.count, self._round)}
         if self.exact_kl is not None:
             history = self.exact_kl.push(state.history, params, state.count, taken)
             s, before, after = self._exact_step(
-                s, g, blocks, curvature, state, oracle, params, history, lr, rho, taken
+                s, g, blocks, curvature, state, oracle, params, history, lr, rho, c, taken
             )
             last = last._replace(objective_before=before, objective_after=after)
             state = state._replace(history=history)
@@ -176,7 +188,7 @@ class Member:
                 finite &= jnp.isfinite(optax.tree.vdot(fisher_step, s))
             new |= {
                 "g_prev": replace_leaves(state.g_prev, g),
-                "g_hat": replace_leaves(state.g_hat, wake.unscaled(lr, h, m)),
+                "g_hat": replace_leaves(state.g_hat, wake.unscaled(rate, h, m)),
                 "pull": replace_leaves(state.pull, wake.remember(rho, pull, fisher_step)),
             }
         if state.momentum is not None:
@@ -241,6 +253,48 @@ class Member:
             return g
         return wake.linear_model(jnp.asarray(self.nu, float), leaves_by_path(state.momentum), g)
 
+    def _calibrated(
+        self,
+        blocks: list[LayerBlock],
+        state: KLDWRMState,
+        curvature: Curvature,
+        oracle: Oracle,
+        v: Leaves,
+        rho: jax.Array,
+    ) -> jax.Array:
+        """How many times the blocks see of a step what the Fisher does, averaged as they are."""
+
+        def measure() -> jax.Array:
+            curved = per_block(
+                blocks, lambda own, x: own.block.multiply(curvature.factors[own.name], x), v
+            )
+            now = 2 * oracle.quadratic(v) / optax.tree.vdot(v, curved)
+            decay = jnp.where(state.monitor.refreshes == 0, 0, rho)
+            new = decay * state.calibration + (1 - decay) * now
+            return jnp.where(jnp.isfinite(new) & (new > 0), new, state.calibration)
+
+        return jax.lax.cond(curvature.refreshed, measure, lambda: state.calibration)
+
+    def _pull(
+        self, blocks: list[LayerBlock], state: KLDWRMState, m: Leaves, anew: jax.Array
+    ) -> Leaves:
+        """The wake's pull; none on a block whose average begins anew, as if it had no past."""
+        if self.wake is None:
+            return optax.tree.zeros_like(m)
+        remembered = leaves_by_path(state.pull)
+        return {
+            p.path: jnp.where(anew[i], 0, remembered[p.path])
+            for i, block in enumerate(blocks)
+            for p in block.parameters
+        }
+
+    def _decayed(self, h: Leaves, theta: Leaves, lr: jax.Array) -> Leaves:
+        """The effective gradient with weight decay."""
+        if _is_zero(self.weight_decay):
+            return h
+        decay = lr * jnp.asarray(self.weight_decay, float)
+        return {path: x + decay * theta[path].astype(x.dtype) for path, x in h.items()}
+
     def _faded(self, state: KLDWRMState, g: Leaves, finite: jax.Array) -> dict[str, Any]:
         """The memory after a step that is refused.
 
@@ -285,6 +339,7 @@ class Member:
         history: optax.Params,
         lr: jax.Array,
         rho: jax.Array,
+        c: jax.Array,
         taken: jax.Array,
     ) -> tuple[Leaves, jax.Array, jax.Array]:
         """The Q step, improved on the exact divergence once the buffer is full."""
@@ -298,21 +353,27 @@ class Member:
             factors = self._block_factors(gradient, lr)
             return {path: factors[path] * x for path, x in gradient.items()}
 
+        def multiply_b(s: Leaves) -> Leaves:
+            return per_block(blocks, lambda own, v: c * own.block.multiply(b[own.name], v), s)
+
+        def precondition(gradient: Leaves) -> Leaves:
+            v = self.refresh.solve_between(blocks, curvature.inverses, gradient, lr)
+            return jax.tree.map(lambda x: x / c, v)
+
         def improve() -> tuple[Leaves, jax.Array, jax.Array]:
-            return exact.solve(
-                s,
+            objective = exact.objective(
                 g=g,
-                multiply_b=lambda x: per_block(
-                    blocks, lambda block, v: block.block.multiply(b[block.name], v), x
-                ),
+                multiply_b=multiply_b,
                 lr=lr,
                 rho=rho,
-                clip=clip,
                 oracle=oracle,
                 params=params,
                 history=history,
                 count=state.count,
             )
+            solved = exact.solve(s, objective, clip, precondition)
+            scale = jnp.where(lr > 0, 1 / jnp.where(lr > 0, lr, 1), 1)
+            return solved.s, scale * solved.start, scale * solved.end
 
         full = taken & (state.count >= exact.capacity - 1)
         zero = jnp.zeros((), float)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import numbers
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -42,6 +43,15 @@ class Direction(NamedTuple):
     size: jax.Array
     contraction: jax.Array
 
+    def scaled(self, c: jax.Array) -> "Direction":
+        """That of a gradient times ``c``."""
+        v, pulled = optax.tree.scale(c, (self.v, self.pulled))
+        return Direction(v, pulled, c**2 * self.size, self.contraction)
+
+
+RightSides = Callable[[jax.Array], tuple[Leaves, Leaves]]
+"""From :attr:`Curvature.anew` to ``h`` and to ``h`` with weight decay, what is solved for."""
+
 
 class Curvature(NamedTuple):
     """The curvature after a refresh, or as it was."""
@@ -54,6 +64,7 @@ class Curvature(NamedTuple):
     refreshed: jax.Array  # bool []: statistics were taken in
     rejected: jax.Array  # bool []: they were not finite, and nothing has changed
     outlier: jax.Array  # bool []: some block's were absurd, and kept out
+    anew: jax.Array  # bool (blocks,): the average, and with it the wake, begins anew
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +83,6 @@ class Refresh:
         check_non_negative("damping", self.damping)
         if not isinstance(self.every, jax.Array):
             check_count("refresh_every", self.every)
-        if not isinstance(self.inverse, Inverse):
-            raise ValueError(f"inverse must be a kldwrm_jax.Inverse(...), got {self.inverse!r}")
         period = self.inverse.every
         known = isinstance(self.every, numbers.Integral)
         if period is not None and known and period % self.every:
@@ -107,8 +116,7 @@ class Refresh:
         state: KLDWRMState,
         oracle: Oracle,
         g: Leaves,
-        h: Leaves,
-        rhs: Leaves,
+        right_sides: RightSides,
         lr: jax.Array,
     ) -> tuple[Curvature, Direction]:
         """The curvature for this step, refreshed if that is due, and the direction it gives.
@@ -120,20 +128,21 @@ class Refresh:
         at = Setting(gamma, lr, rho, first=state.monitor.refreshes == 0)
         kinds, names = [block.block for block in blocks], [block.name for block in blocks]
         quadratic = self._quadratic
-        no = jnp.zeros((), bool)
+        no, none = jnp.zeros((), bool), jnp.zeros(len(blocks), bool)
 
-        def solve(inverses: dict[str, Any]) -> Direction:
+        def solve(inverses: dict[str, Any], anew: jax.Array) -> Direction:
             caches = [inverses[name] for name in names]
             between = [self.solver.between(*own, at) for own in zip(kinds, caches, strict=True)]
-            return _direct(blocks, between, h, rhs)
+            return _direct(blocks, between, *right_sides(anew))
 
         # Made outside of the branches, where it overlaps with the backward pass; a refresh that has
         # a solve of its own replaces it.
-        direction = None if quadratic is None else solve(state.inverses)
+        direction = None if quadratic is None else solve(state.inverses, none)
 
         def keep() -> Curvature:
             b = state.factors if self.wants_b else None
-            return Curvature(state.factors, state.inverses, state.strange, b, direction, no, no, no)
+            unchanged = state.factors, state.inverses, state.strange
+            return Curvature(*unchanged, b, direction, no, no, no, none)
 
         def refresh() -> Curvature:
             fresh = _statistics(oracle, state.factors)
@@ -155,6 +164,7 @@ class Refresh:
                     strange=state.strange.at[places].set(sifted.strange),
                     refreshed=good,
                     outlier=sifted.kept_out.any(),
+                    anew=sifted.anew,
                 )
                 return optax.tree.where(good, new, old._replace(rejected=usable & ~good))
 
@@ -170,7 +180,7 @@ class Refresh:
                     caches = self.inverse.make(damping, kinds, averages, gamma, caches)
                 else:
                     caches, operators = quadratic.refresh(kinds, averages, sifted.factors, at)
-                    own = _direct(blocks, operators, h, rhs)
+                    own = _direct(blocks, operators, *right_sides(sifted.anew))
                     b = f_bar | dict(zip(names, sifted.factors, strict=True))
                 inverses = state.inverses | dict(zip(names, caches, strict=True))
                 new = old._replace(
@@ -191,7 +201,7 @@ class Refresh:
             curvature = jax.lax.cond(due, refresh, keep)
         if self.inverse.stagger:
             curvature = self._take_turns(blocks, state, curvature, gamma)
-        return curvature, curvature.own or solve(curvature.inverses)
+        return curvature, curvature.own or solve(curvature.inverses, curvature.anew)
 
     @property
     def _quadratic(self) -> QuadraticSolver | None:
@@ -254,6 +264,15 @@ class Refresh:
             return _paste(caches, new, start), failed | failed_now
 
         return jax.lax.fori_loop(lower, upper, some_copies, (old, no))
+
+    def solve_between(
+        self, blocks: list[LayerBlock], inverses: dict[str, Any], v: Leaves, lr: jax.Array
+    ) -> Leaves:
+        """The cached inverse times a direction, as on a step without a refresh."""
+        at = Setting(jnp.asarray(self.damping, float), lr, jnp.asarray(self.rho, float), False)
+        return per_block(
+            blocks, lambda b, x: self.solver.between(b.block, inverses[b.name], at).solve(x), v
+        )
 
     def multiply(self, blocks: list[LayerBlock], factors: dict[str, Factors], s: Leaves) -> Leaves:
         """The damped average times a step."""

@@ -35,6 +35,7 @@ class KLDWRMState(NamedTuple):
     factors: dict[str, Any]  # exponentially averaged factors, by block
     inverses: dict[str, Any]  # what the solver keeps of them
     strange: jax.Array  # int32 (blocks,): refreshes in a row far from the average, by name
+    calibration: jax.Array  # float []: what the blocks are multiplied by, 1 if it is not asked for
     g_prev: optax.Updates | None  # the gradient of the step before
     g_hat: optax.Updates | None  # the effective gradient of the step before
     pull: optax.Updates | None  # R, the wake's pull, for the step to come
@@ -73,7 +74,9 @@ def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       which some block's statistics were a million times larger than their average, both with the
       damping, and were kept out of it; the third in a row is believed); ``rejected_steps``
       (gradients or directions that were not finite: no step was taken); ``kl_clip`` and
-      ``block_clip``, the last step's factors (the smallest for the latter); ``contraction``,
+      ``block_clip``, the last step's factors (the smallest for the latter); ``calibration``, how
+      many times the blocks' divergence the Fisher's is along the steps, if ``calibrate`` asks for
+      it; ``contraction``,
       :math:`\rho \|I - \hat M\|`, which must stay below 1 for :math:`\hat g` to stay bounded;
       ``wake_ratio``, the norm of the wake's pull over that of the learning rate times the gradient;
       ``objective_before`` and ``objective_after`` of QE's inner solver (0 before it starts, and for
@@ -104,5 +107,6 @@ def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
             f"opt_state must hold one state of kfac, so_kldwrm, q_kldwrm or qe_kldwrm, found "
             f"{len(states)}: pass the part of it that belongs to the optimizer you ask about"
         )
-    told = {"steps": states[0].count, **states[0].monitor._asdict()}
+    state = states[0]
+    told = {"steps": state.count, "calibration": state.calibration, **state.monitor._asdict()}
     return {name: jnp.asarray(value) for name, value in told.items()}  # of nnx's variables, too

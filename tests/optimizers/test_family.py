@@ -10,7 +10,7 @@ import optax
 import precision
 import pytest
 import small_nets
-from dense_family import Inner, Member, factored
+from dense_family import Inner, Member, Preconditioned, factored
 
 import kldwrm_jax as kw
 
@@ -59,6 +59,7 @@ def assert_follows(problem, tx, member, rtol=1e-9):
             assert_close(blocks.vector(state.pull), wanted["pull"], rtol)
         told = kw.diagnostics(state)
         assert_close(told["kl_clip"], wanted["kl_clip"], rtol)
+        assert_close(told["calibration"], wanted["calibration"], rtol)
         assert_close(told["objective_before"], wanted["objectives"][0], rtol)
         assert_close(told["objective_after"], wanted["objectives"][1], rtol)
     return got, expected
@@ -174,6 +175,29 @@ Q = {
     ),
 }
 OFF = {"kl_clip": None}
+
+# And with blocks that are multiplied by what they miss along the step.
+KFAC["calibrated"] = (
+    {"learning_rate": 0.3, "calibrate": True, "weight_decay": 0.1, "kl_clip": 0.01, **SLOW},
+    Member(CONSTANT, 0.95, calibrate=True, weight_decay=0.1, kl_clip=0.01, period=4),
+)
+SO["calibrated"] = (
+    {"learning_rate": schedule(VARYING), "calibrate": True, "nu": 0.2, "refresh_every": 2},
+    Member(VARYING, 0.33, calibrate=True, nu=0.2, period=2, inverse_every=2),
+)
+SO["calibrated, taken"] = (
+    {"learning_rate": schedule(VARYING), "calibrate": True, "kl_clip": 0.01, "wake": "taken"}
+    | {"refresh_every": 1},
+    Member(VARYING, 0.33, calibrate=True, kl_clip=0.01, wake="taken"),
+)
+Q["calibrated"] = (
+    {"learning_rate": schedule(VARYING), "calibrate": True, "block_clip": 0.1, "refresh_every": 1},
+    Member(VARYING, 0.5, mode=factored, model="exact", calibrate=True, block_clip=0.1),
+)
+Q["calibrated, reweighted"] = (
+    {"learning_rate": 0.3, "calibrate": True, "solver": "reweighted", **SLOW},
+    Member(CONSTANT, 0.5, model="reweighted", calibrate=True, period=4, inverse_every=4),
+)
 
 
 @pytest.mark.parametrize("case", KFAC)
@@ -307,6 +331,46 @@ QE = {
         {"period": 2, "inverse_every": 2, "block_clip": 0.3, "wake": "taken"},
     ),
 }
+
+
+PRECONDITIONED = {
+    "Categorical": (
+        {},
+        {"capacity": 3, "refresh_every": 2, "block_clip": None},
+        {"period": 2, "inverse_every": 2},
+    ),
+    "Gaussian, calibrated, too long at first": (
+        {"likelihood": kw.Gaussian()},
+        {"capacity": 2, "refresh_every": 1, "block_clip": None, "calibrate": True, "omega": 9.0},
+        {"calibrate": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PRECONDITIONED)
+def test_qe_preconditioned_takes_newton_like_steps_and_halves_those_that_do_not_help(case):
+    of_problem, arguments, of_member = PRECONDITIONED[case]
+    problem = small_nets.problem(dtype=jnp.float64, **of_problem)
+    lrs = VARYING[:5]
+    common = {"rho": 0.5, "kl_clip": None, "inner": "preconditioned", "kl_scale": 0.5}
+    tx = kw.qe_kldwrm(problem.layers, schedule(lrs), inner_steps=4, **common, **arguments)
+    capacity, omega = arguments["capacity"], arguments.get("omega", 1.0)
+    inner = Preconditioned(divergence(problem), capacity, 4, omega, 0.5)
+    member = Member(lrs, 0.5, mode=factored, model="exact", inner=inner, **of_member)
+    got, _ = assert_follows(problem, tx, member)
+    told = [kw.diagnostics(state) for _, state in got[capacity - 1 :]]
+    assert all(own["objective_after"] < own["objective_before"] for own in told)
+
+
+@pytest.mark.parametrize("kl_scale", [1.0, 1e3, 1e6])
+def test_qe_preconditioned_never_ends_above_its_start(kl_scale, small):
+    """Even where the Q step is far too long, and no step at all is the best one."""
+    common = {"refresh_every": 1, "capacity": 2, "kl_clip": None, "inner": "preconditioned"}
+    tx = kw.qe_kldwrm(small.layers, 10.0, kl_scale=kl_scale, **common)
+    for params, state in trajectory(small, tx, 5)[1:]:
+        told = kw.diagnostics(state)
+        assert told["objective_after"] <= told["objective_before"]
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize("case", QE)

@@ -227,19 +227,8 @@ def test_hundreds_of_poisoned_steps_are_counted_and_survived(name):
     fuzz(name, 400)
 
 
-FORGETS_SLOWLY = pytest.mark.xfail(
-    reason="a taken wake keeps what an absurd average has put into it, and forgets it by rho alone"
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=FORGETS_SLOWLY) if name == "so, taken, momentum" else name
-        for name in MAKE | MORE
-    ],
-)
+@pytest.mark.parametrize("name", MAKE | MORE)
 def test_ten_thousand_poisoned_steps_are_counted_and_survived(name):
     fuzz(name, 10_000)
 
@@ -282,6 +271,37 @@ def test_a_true_change_of_scale_is_followed_at_its_third_refresh(name):
     assert traces[35] < 1e3
     assert traces[36] > 1e13
     assert np.flatnonzero(account["counters"]["outliers"]).tolist() == [30, 33]
+
+
+WAKES = {
+    "so": lambda layers: kw.so_kldwrm(layers, 0.1, refresh_every=1),
+    "so, taken": lambda layers: kw.so_kldwrm(layers, 0.1, refresh_every=1, wake="taken"),
+    "q": lambda layers: kw.q_kldwrm(layers, 0.1, refresh_every=1),
+    "q, taken": lambda layers: kw.q_kldwrm(layers, 0.1, refresh_every=1, wake="taken"),
+}
+
+
+@pytest.mark.parametrize("name", WAKES)
+def test_a_block_whose_average_begins_anew_has_no_wake_of_the_one_before(name):
+    problem = small_nets.problem(norm=False)
+    tx = WAKES[name](problem.layers)
+
+    @small_nets.jit
+    def step(params, state, scale):
+        oracle = problem.net.oracle(params, problem.x[0] * scale, targets=problem.y[0])
+        grads = jax.grad(problem.oracle(params, 0).loss)(params)
+        return tx.update(grads, state, params, oracle=oracle)
+
+    state = tx.init(problem.params)
+    for scale in (1, 1, 1e7, 1e7):
+        _, state = step(problem.params, state, scale)
+    assert max(np.abs(x).max() for x in jax.tree.leaves(state.pull["first"])) > 1e-4
+    none = optax.tree.zeros_like(state.pull["first"])
+    without = state._replace(pull=state.pull | {"first": none})
+    for scale, alike in ((1e7, True), (1, False)):  # the third in a row, and an outlier's end
+        (ours, after), (theirs, other) = (step(problem.params, s, scale) for s in (state, without))
+        pairs = zip(*map(jax.tree.leaves, ((ours, after.pull), (theirs, other.pull))), strict=True)
+        assert all(np.allclose(x, y, rtol=1e-6, atol=1e-12) for x, y in pairs) == alike
 
 
 def test_blocks_that_are_masked_are_not_judged():

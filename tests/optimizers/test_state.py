@@ -15,6 +15,7 @@ KEYS = {
     "refreshes",
     "rejected_refreshes",
     "outliers",
+    "calibration",
     "rejected_steps",
     "kl_clip",
     "block_clip",
@@ -35,7 +36,7 @@ def fields(state):
 
 
 def test_every_member_holds_what_it_needs_and_nothing_else(small):
-    common = {"count", "factors", "inverses", "strange", "monitor"}
+    common = {"count", "factors", "inverses", "strange", "calibration", "monitor"}
     wake = common | {"g_prev", "g_hat", "pull"}
     for tx, expected in [
         (kw.kfac(small.layers, 0.1), common),

@@ -1,0 +1,84 @@
+r"""How large a step is: by the true divergence, by the Fisher, and by its Kronecker blocks."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from kldwrm_jax.capture.oracle import Oracle
+from kldwrm_jax.curvature import per_block
+from kldwrm_jax.curvature.blocks import Factors
+from kldwrm_jax.paths import leaves_by_path
+
+
+class KLReport(NamedTuple):
+    r"""A step's size, three times: mean over the batch, in nats."""
+
+    kl: jax.Array  # the symmetric KL divergence of the networks before and after
+    quadratic: jax.Array  # s'Fs / 2 with the exact Fisher of the whole network
+    blocks: jax.Array  # s'Fs / 2 with its blocks
+
+    @property
+    def quadratic_ratio(self) -> jax.Array:
+        """What the second-order picture sees of the divergence."""
+        return self.quadratic / self.kl
+
+    @property
+    def blocks_ratio(self) -> jax.Array:
+        """What the blocks see of the divergence."""
+        return self.blocks / self.kl
+
+    @property
+    def calibration(self) -> jax.Array:
+        """What the blocks are to be multiplied by to see all of the second-order picture."""
+        return self.quadratic / self.blocks
+
+
+def kl_report(
+    oracle: Oracle, params: Any, updates: Any, factors: Mapping[str, Factors] | None = None
+) -> KLReport:
+    r"""How large a step is: by the true divergence, by the Fisher, and by its Kronecker blocks.
+
+    .. math:: D_{KL}(\theta, \theta + s), \qquad \tfrac12 s'Fs, \qquad
+              \tfrac12 \sum_b s_b'(A_b \otimes G_b)\, s_b
+
+    A natural-gradient step is made with the last of them. Where the ratios are far from one, its
+    learning rate and its ``kl_clip`` do not mean what they say; ``calibrate=True`` mends that.
+
+    Args:
+      oracle: the batch's ``net.oracle(...)``.
+      params: the parameters before the step.
+      updates: the step, as ``tx.update`` returns it.
+      factors: of the blocks, such as the average ``state.factors``; those of the batch by None.
+
+    Returns:
+      A :class:`KLReport`.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> import kldwrm_jax as kw
+      >>> model, x, y = nn.Dense(3), jnp.eye(6), jnp.array([0, 1, 2, 0, 1, 2])
+      >>> net = kw.instrument(model, kw.Categorical(), x, fisher="exact")
+      >>> params = model.init(jax.random.key(0), x)["params"]
+      >>> oracle = net.oracle(params, x, targets=y)
+      >>> step = jax.tree.map(lambda g: -0.01 * g, jax.grad(oracle.loss)(params))
+      >>> report = kw.kl_report(oracle, params, step)
+      >>> bool(abs(report.quadratic_ratio - 1) < 0.01)
+      True
+    """
+    if params is not oracle.params:
+        oracle = dataclasses.replace(oracle, params=params, done=None)
+    known = oracle.factors() if factors is None else factors
+    step = leaves_by_path(optax.tree.cast(updates, float))
+    blocks = oracle.model.layers.active(step)
+    curved = per_block(blocks, lambda b, v: b.block.multiply(known[b.name], v), step)
+    return KLReport(
+        kl=oracle.divergence(
+            oracle.outputs(params), oracle.outputs(optax.apply_updates(params, updates))
+        ),
+        quadratic=oracle.quadratic(updates),
+        blocks=0.5 * jnp.asarray(optax.tree.vdot(step, curved)),
+    )
