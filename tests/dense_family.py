@@ -141,9 +141,9 @@ class Inner:
     def value_and_grad(self):
         return jit(jax.value_and_grad(self.objective))
 
-    def solve(self, blocks, member, k, iterates, s, g, b, hessian):
+    def solve(self, blocks, member, k, iterates, s, g, b, hessian, damping):
         """The step after the inner SGD, and the objective before and after."""
-        del hessian
+        del hessian, damping
         old = iterates[-self.capacity :]
         problem = k, old, self.weights(member.rho, k), g, b, 1 / member.lrs[k]
         before, _ = self.value_and_grad(blocks.tree(s), *problem)
@@ -157,23 +157,34 @@ class Inner:
 
 @dataclasses.dataclass(frozen=True)
 class Preconditioned(Inner):
-    """The other inner solver: steps by the inverse of ``hessian``, halved until they help."""
+    """The other inner solver: steps by the inverse of ``hessian``, halved until they help.
 
-    def solve(self, blocks, member, k, iterates, s, g, b, hessian):
-        old = iterates[-self.capacity :]
-        problem = k, old, self.weights(member.rho, k), g, b, 1 / member.lrs[k]
+    Every divergence has ``damping`` times half the squared distance added to it.
+    """
+
+    def solve(self, blocks, member, k, iterates, s, g, b, hessian, damping):
+        old, lam = iterates[-self.capacity :], 1 / member.lrs[k]
+        weights = self.weights(member.rho, k)
+        here, points = blocks.vector(old[-1]), [blocks.vector(p) for p in old]
+
+        def value_and_grad(s):
+            value, gradient = self.value_and_grad(blocks.tree(s), k, old, weights, g, b, lam)
+            gradient = blocks.vector(gradient)
+            for weight, point in zip(weights, points, strict=True):
+                apart, factor = here + s - point, lam * damping * weight / self.kl_scale
+                value, gradient = value + factor * apart @ apart / 2, gradient + factor * apart
+            return value, gradient
+
         best, step, halvings = np.zeros_like(s), s, 0
-        lowest = first = self.value_and_grad(blocks.tree(best), *problem)[0]
+        lowest = first = value_and_grad(best)[0]
         values = []
         for _ in range(self.steps + 1):
             trial = best + step * 0.5**halvings
-            value, gradient = self.value_and_grad(blocks.tree(trial), *problem)
+            value, gradient = value_and_grad(trial)
             values.append(float(value))
             if value <= lowest:
                 best, lowest, halvings = trial, value, 0
-                step = (
-                    -self.omega * member.lrs[k] * np.linalg.solve(hessian, blocks.vector(gradient))
-                )
+                step = -self.omega * member.lrs[k] * np.linalg.solve(hessian, gradient)
             else:
                 halvings += 1
         assert lowest <= min(first, values[0])
@@ -267,7 +278,9 @@ def run(problem, member):
         objectives = 0.0, 0.0
         if member.inner and k >= member.inner.capacity - 1:
             b, hessian = c * blocks.matrix(fresh if new else f_bar), c * (1 + lr) * f_damped
-            s, *objectives = member.inner.solve(blocks, member, k, iterates, s, g, b, hessian)
+            s, *objectives = member.inner.solve(
+                blocks, member, k, iterates, s, g, b, hessian, c * gamma
+            )
 
         newest = member.mode(blocks, f_bar, gamma)
         pull = rho * (pull + newest @ s)

@@ -101,6 +101,13 @@ SUBJECTS: dict[str, Subject] = {
         lambda layers: kw.qe_kldwrm(layers, LR),
         {"mlp": 27, "cnn": 13},
     ),
+    "qe-preconditioned": Subject(
+        "QE, capacity 4, calibrated, 2 preconditioned steps",
+        lambda layers: kw.qe_kldwrm(
+            layers, LR, inner="preconditioned", calibrate=True, kl_scale=1.0
+        ),
+        {"cnn": 4.5},
+    ),
     "kfac-every-step": Subject(
         "K-FAC, statistics every step",
         lambda layers: kw.kfac(

@@ -31,6 +31,9 @@ COMMANDS = {
         "kldwrm_jax.experiments.report", "the paper's table and figures from runs on disk"
     ),
     "bench": Command("kldwrm_jax.experiments.bench", "what a step of each optimizer costs"),
+    "race": Command(
+        "kldwrm_jax.experiments.race", "steps to fixed targets, with and without calibration"
+    ),
     "predict": Command(
         "kldwrm_jax.experiments.predict", "what a step would cost on many accelerators"
     ),

@@ -94,6 +94,29 @@ def cost(path: Path, result: Record, titles: Mapping[str, str]) -> Path:
     return _save(figure, path)
 
 
+def curves(
+    path: Path, title: str, metric: str, groups: Mapping[str, Sequence[Sequence[tuple]]]
+) -> Path:
+    """What ``kldwrm race`` found: a metric against steps, the median over seeds and its range."""
+    figure = _figure(7, 4.5)
+    panel: Axes = figure.subplots()
+    for label, runs in groups.items():
+        steps = [step for step, _ in runs[0]]
+        values = np.array([[np.nan if v is None else v for _, v in run] for run in runs])
+        (line,) = panel.plot(steps, np.median(values, axis=0), label=label, linewidth=1.5)
+        panel.fill_between(
+            steps, values.min(axis=0), values.max(axis=0), color=line.get_color(), alpha=0.12
+        )
+    _finish(panel, metric)
+    every = [v for runs in groups.values() for run in runs for _, v in run if v is not None]
+    _zoom(panel, np.array(every), metric)
+    panel.set_xlabel("steps")
+    panel.set_ylabel(f"test {metric}")
+    panel.legend(fontsize=7)
+    panel.set_title(title, fontsize=11)
+    return _save(figure, path)
+
+
 def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 

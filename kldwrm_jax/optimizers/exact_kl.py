@@ -70,20 +70,21 @@ class ExactKL:
         return replace_leaves(history, {p: put(p, x) for p, x in leaves_by_path(history).items()})
 
     def weights(self, rho: Scalar, count: jax.Array) -> jax.Array:
-        r""":math:`\zeta(i)\rho^{k-i}` of every iterate by its age, once the buffer is full.
+        r""":math:`\kappa(i)\rho^{k-i}` of every iterate by its age, once the buffer is full.
 
         ``"drop"`` forgets what has left the buffer; ``"fold"`` gives its weight to the oldest that
         is left, as if that were the first iterate of all.
         """
         age = jnp.arange(self.capacity)
         first = age == self.capacity - 1 if self.tail == "fold" else age == count
-        return self.kl_scale * jnp.where(first, 1.0, 1.0 - rho) * jnp.power(rho, age)
+        return jnp.where(first, 1.0, 1.0 - rho) * jnp.power(rho, age)
 
     def objective(
         self,
         *,
         g: Leaves,
         multiply_b: Callable[[Leaves], Leaves],
+        gamma: jax.Array,
         lr: jax.Array,
         rho: jax.Array,
         oracle: Oracle,
@@ -91,9 +92,16 @@ class ExactKL:
         history: Any,
         count: jax.Array,
     ) -> Objective:
-        """The inner problem at the newest iterate, ``params``."""
+        r"""The inner problem at the newest iterate, ``params``.
+
+        Preconditioned steps go as far as the objective lets them, and it must be bounded: to every
+        divergence they add what damping is to the Q step,
+        :math:`\frac\gamma2 \|\theta_k + s - \theta_i\|^2`. SGD's few short steps, as in the paper,
+        need no such thing.
+        """
         weights = self.weights(rho, count)
         here, buffer = leaves_by_path(params), leaves_by_path(history)
+        damping = gamma if self.inner == "preconditioned" else jnp.zeros_like(gamma)
 
         def outputs(leaves: Leaves) -> jax.Array:
             # The oracle's parameters are whole, where ours may be masked.
@@ -107,24 +115,37 @@ class ExactKL:
         old = jax.lax.stop_gradient(jnp.concatenate([newest[None], older]))
 
         def divergences(new: jax.Array) -> jax.Array:
-            return jnp.sum(weights * jax.vmap(oracle.divergence, in_axes=(0, None))(old, new))
+            terms = jax.vmap(oracle.divergence, in_axes=(0, None))(old, new)
+            return self.kl_scale * jnp.sum(weights * terms)
 
         def wake(s: Leaves) -> jax.Array:
             return divergences(
                 outputs({path: p + s[path].astype(p.dtype) for path, p in here.items()})
             )
 
+        ages = (count - jnp.arange(self.capacity)) % self.capacity
+        past = {p: here[p].astype(float) - x[ages].astype(float) for p, x in buffer.items()}
+        mean = {p: jnp.tensordot(weights, x, axes=1) for p, x in past.items()}
+        spread = sum(jnp.tensordot(weights, (x**2).sum(range(1, x.ndim)), 1) for x in past.values())
+
         def model(s: Leaves) -> tuple[jax.Array, Leaves]:
             bs = multiply_b(s)
-            value = optax.tree.vdot(g, s) + 0.5 * optax.tree.vdot(s, bs)
-            return lr * value, {path: lr * (g[path] + bs[path]) for path in s}
+            value = lr * (optax.tree.vdot(g, s) + 0.5 * optax.tree.vdot(s, bs))
+            total = weights.sum()
+            held = total * optax.tree.vdot(s, s) + 2 * optax.tree.vdot(s, mean) + spread
+            gradient = {
+                path: lr * (g[path] + bs[path]) + damping * (total * s[path] + mean[path])
+                for path in s
+            }
+            return value + 0.5 * damping * held, gradient
 
         def value_and_gradient(s: Leaves) -> tuple[jax.Array, Leaves]:
             kl, kl_gradient = jax.value_and_grad(wake)(s)
             value, gradient = model(s)
             return kl + value, {path: kl_gradient[path] + gradient[path] for path in s}
 
-        return Objective(lambda s: wake(s) + model(s)[0], value_and_gradient, divergences(old[0]))
+        at_rest = divergences(old[0]) + 0.5 * damping * spread
+        return Objective(lambda s: wake(s) + model(s)[0], value_and_gradient, at_rest)
 
     def solve(
         self,

@@ -364,6 +364,7 @@ class Member:
             objective = exact.objective(
                 g=g,
                 multiply_b=multiply_b,
+                gamma=c * jnp.asarray(self.damping, float),
                 lr=lr,
                 rho=rho,
                 oracle=oracle,

@@ -1,3 +1,5 @@
+import dataclasses
+
 import dense
 import jax
 import jax.numpy as jnp
@@ -247,3 +249,18 @@ def test_averages_are_the_weighted_sum_whose_first_term_has_weight_one(rho, rng,
     for side in (0, 1):
         expected = sum(k * rho ** (4 - i) * history[i][side] for i, k in enumerate(kappa))
         assert_close(f_bar[side], expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", [Kronecker, Diagonal, Dense])
+def test_blocks_are_values(kind):
+    """Equal, hashable and unchangeable, as parts of a program's structure must be."""
+    assert kind() == kind()
+    assert hash(kind()) == hash(kind())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        kind().anything = 1
+
+
+def test_factored_damping_is_finite_for_sides_as_different_as_float32_allows():
+    f = (1e-37 * jnp.eye(2), 3e38 * jnp.eye(2))
+    for own in (f, f[::-1]):
+        assert all(np.isfinite(x).all() for x in Kronecker().damp(own, 100.0))
