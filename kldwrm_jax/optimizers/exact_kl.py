@@ -101,7 +101,11 @@ class ExactKL:
         """
         weights = self.weights(rho, count)
         here, buffer = leaves_by_path(params), leaves_by_path(history)
-        damping = gamma if self.inner == "preconditioned" else jnp.zeros_like(gamma)
+        held = None
+        if self.inner == "preconditioned":
+            ages = (count - jnp.arange(self.capacity)) % self.capacity
+            past = {path: here[path].astype(float) - x[ages] for path, x in buffer.items()}
+            held = _Held(gamma, weights, past)
 
         def outputs(leaves: Leaves) -> jax.Array:
             # The oracle's parameters are whole, where ours may be masked.
@@ -123,28 +127,23 @@ class ExactKL:
                 outputs({path: p + s[path].astype(p.dtype) for path, p in here.items()})
             )
 
-        ages = (count - jnp.arange(self.capacity)) % self.capacity
-        past = {p: here[p].astype(float) - x[ages].astype(float) for p, x in buffer.items()}
-        mean = {p: jnp.tensordot(weights, x, axes=1) for p, x in past.items()}
-        spread = sum(jnp.tensordot(weights, (x**2).sum(range(1, x.ndim)), 1) for x in past.values())
-
         def model(s: Leaves) -> tuple[jax.Array, Leaves]:
             bs = multiply_b(s)
             value = lr * (optax.tree.vdot(g, s) + 0.5 * optax.tree.vdot(s, bs))
-            total = weights.sum()
-            held = total * optax.tree.vdot(s, s) + 2 * optax.tree.vdot(s, mean) + spread
-            gradient = {
-                path: lr * (g[path] + bs[path]) + damping * (total * s[path] + mean[path])
-                for path in s
-            }
-            return value + 0.5 * damping * held, gradient
+            gradient = {path: lr * (g[path] + bs[path]) for path in s}
+            if held is None:
+                return value, gradient
+            more = held.gradient(s)
+            return value + held.value(s), {path: x + more[path] for path, x in gradient.items()}
 
         def value_and_gradient(s: Leaves) -> tuple[jax.Array, Leaves]:
             kl, kl_gradient = jax.value_and_grad(wake)(s)
             value, gradient = model(s)
             return kl + value, {path: kl_gradient[path] + gradient[path] for path in s}
 
-        at_rest = divergences(old[0]) + 0.5 * damping * spread
+        at_rest = divergences(old[0])
+        if held is not None:
+            at_rest += held.value(optax.tree.zeros_like(g))
         return Objective(lambda s: wake(s) + model(s)[0], value_and_gradient, at_rest)
 
     def solve(
@@ -214,6 +213,29 @@ class ExactKL:
             jnp.where(jnp.asarray(self.inner_steps) > 0, at.start, end),
             jnp.where(better, end, at.lowest),
         )
+
+
+class _Held(NamedTuple):
+    r""":math:`\frac\gamma2 \sum_i w_i \|s + d_i\|^2`, where ``past`` has :math:`d_i` in front."""
+
+    gamma: jax.Array
+    weights: jax.Array
+    past: Leaves
+
+    def value(self, s: Leaves) -> jax.Array:
+        squares = [
+            jnp.tensordot(
+                self.weights, ((s[path] + d) ** 2).reshape(len(d), -1).sum(axis=1), axes=1
+            )
+            for path, d in self.past.items()
+        ]
+        return 0.5 * self.gamma * sum(squares[1:], start=squares[0])
+
+    def gradient(self, s: Leaves) -> Leaves:
+        return {
+            path: self.gamma * jnp.tensordot(self.weights, s[path] + d, axes=1)
+            for path, d in self.past.items()
+        }
 
 
 class _Search(NamedTuple):

@@ -74,6 +74,8 @@ class Member:
             )
         if not callable(self.learning_rate):
             check_non_negative("learning_rate", self.learning_rate)
+        if not isinstance(self.calibrate, bool):
+            raise ValueError(f"calibrate must be True or False, got {self.calibrate!r}")
         check_decay("nu", self.nu)
         check_non_negative("weight_decay", self.weight_decay)
         for name, limit in (("kl_clip", self.kl_clip), ("block_clip", self.block_clip)):
@@ -262,18 +264,23 @@ class Member:
         v: Leaves,
         rho: jax.Array,
     ) -> jax.Array:
-        """How many times the blocks see of a step what the Fisher does, averaged as they are."""
+        """How many times the blocks' quadratic of a step the Fisher's is, averaged as they are.
+
+        It begins anew with the average of any block; an absurd batch does not count.
+        """
+        anew = curvature.anew.any() | (state.monitor.refreshes == 0)
 
         def measure() -> jax.Array:
             curved = per_block(
                 blocks, lambda own, x: own.block.multiply(curvature.factors[own.name], x), v
             )
             now = 2 * oracle.quadratic(v) / optax.tree.vdot(v, curved)
-            decay = jnp.where(state.monitor.refreshes == 0, 0, rho)
+            decay = jnp.where(anew, 0, rho)
             new = decay * state.calibration + (1 - decay) * now
             return jnp.where(jnp.isfinite(new) & (new > 0), new, state.calibration)
 
-        return jax.lax.cond(curvature.refreshed, measure, lambda: state.calibration)
+        believed = curvature.refreshed & ~curvature.outlier
+        return jax.lax.cond(believed, measure, lambda: state.calibration)
 
     def _pull(
         self, blocks: list[LayerBlock], state: KLDWRMState, m: Leaves, anew: jax.Array

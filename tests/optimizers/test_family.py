@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import brute_force
 import dense_family
 import jax
 import jax.numpy as jnp
@@ -236,6 +237,56 @@ def test_the_cases_above_do_clip_and_decay(arguments, clipped, small):
     with_it, without = (dense_family.run(small, m)[-1]["params"] for m in (arguments, off))
     blocks = dense_family.Blocks(small.params)
     assert np.abs(blocks.vector(with_it) - blocks.vector(without)).max() > 1e-3
+
+
+@pytest.mark.parametrize("make", [kw.so_kldwrm, kw.q_kldwrm])
+def test_calibrated_steps_minimise_the_whole_wake_with_every_fisher_times_todays_number(make):
+    """Without any recursion, along the steps that were taken."""
+    problem, lrs, gamma = small_nets.problem(dtype=jnp.float64), VARYING[:5], 0.01
+    blocks = dense_family.Blocks(problem.params)
+    # Damping is one matrix added to the average, which the wake counts as part of every Fisher.
+    quadratic = {"block_clip": None, "solver": "reweighted"} if make is kw.q_kldwrm else {}
+    tx = make(
+        problem.layers,
+        schedule(lrs),
+        rho=0.4,
+        damping=gamma,
+        kl_clip=None,
+        **quadratic,
+        refresh_every=10,
+        wake="taken",
+        calibrate=True,
+    )
+    params, fishers, steps, c = problem.params, [], [], None
+    got = trajectory(problem, tx, len(lrs))
+    _, first = problem.measure(params, 0)
+    f = blocks.matrix(jax.tree.map(np.asarray, first)) + gamma * np.eye(blocks.size)
+    for k, (new, state) in enumerate(got):
+        g = blocks.vector(problem.measure(params, k)[0])
+        c = float(state.calibration)  # measured once, at the first step
+        fishers.append(f)
+        step = blocks.vector(new) - blocks.vector(params)
+        if make is kw.q_kldwrm:
+            b = _reweighted_curvature(blocks, first, gamma, lrs[k]) if lrs[k] else 0 * f
+        else:
+            b = 0 * f
+        expected = brute_force.minimiser(lrs[k], g, c * b, [c * x for x in fishers], steps, 0.4)
+        assert_close(step, expected)
+        steps.append(step)
+        params = new
+    assert abs(c - 1) > 0.1
+
+
+def _reweighted_curvature(blocks, factors, gamma, lr):
+    """What the author's scaling of both factors by 1 + lr adds to the damped average, over lr."""
+    f = blocks.matrix(jax.tree.map(np.asarray, factors))
+    scaled = {
+        name: tuple((1 + lr) * np.asarray(x) for x in own)
+        if isinstance(own, tuple)
+        else (1 + lr) * np.asarray(own)
+        for name, own in factors.items()
+    }
+    return (blocks.matrix(scaled) - f) / lr
 
 
 def test_nu_equal_to_rho_is_kfac_and_nu_zero_is_so(small):

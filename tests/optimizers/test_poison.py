@@ -45,6 +45,7 @@ MORE = {
     "kfac, factored": (kw.kfac, COMMON | {"damping_mode": "factored"}),
     "so, taken, momentum": (kw.so_kldwrm, COMMON | {"wake": "taken", "nu": 0.2, "rho": 0.9}),
     "q, taken, every step": (kw.q_kldwrm, COMMON | {"wake": "taken", "refresh_every": 1}),
+    "so, calibrated": (kw.so_kldwrm, COMMON | {"calibrate": True}),
     "q, reweighted": (kw.q_kldwrm, COMMON | {"solver": "reweighted"}),
     "so, staggered": (kw.so_kldwrm, COMMON | {"inverse": kw.Inverse(stagger=True)}),
     "q, low rank": (kw.q_kldwrm, COMMON | {"inverse": kw.Inverse(method="randomized", rank=2)}),
