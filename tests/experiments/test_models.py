@@ -84,10 +84,10 @@ def test_pooling_is_that_of_flax_gradient_and_odd_sizes_included():
     np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_banded_convolution_refuses_what_it_cannot_do():
+def test_a_tiled_convolution_refuses_what_it_cannot_do():
     x = jnp.zeros((1, 6, 6, 1))
     for wrong in ({"strides": 2, "padding": "VALID"}, {"padding": "SAME"}):
-        conv = nn.Conv(2, (3, 3), conv_general_dilated=models.banded_convolution, **wrong)
+        conv = nn.Conv(2, (3, 3), conv_general_dilated=models.tiled_convolution, **wrong)
         with pytest.raises(ValueError, match="window_strides"):
             conv.init(jax.random.key(0), x)
 
