@@ -267,7 +267,8 @@ def run(problem, member):
         right = g_hat + member.weight_decay * blocks.vector(params)
         if member.calibrate and refreshed:
             v = np.linalg.solve(s_matrix, right)
-            now = v @ fisher(problem, params, k) @ v / (v @ blocks.matrix(f_bar) @ v)
+            whole = fisher(problem, params, k) + gamma * eye
+            now = v @ whole @ v / (v @ member.mode(blocks, f_bar, gamma) @ v)
             c_next = now if first else rho * c + (1 - rho) * now
             c = c_next if first else c
         v = np.linalg.solve(c * s_matrix, right)
@@ -279,7 +280,7 @@ def run(problem, member):
         if member.inner and k >= member.inner.capacity - 1:
             b, hessian = c * blocks.matrix(fresh if new else f_bar), c * (1 + lr) * f_damped
             s, *objectives = member.inner.solve(
-                blocks, member, k, iterates, s, g, b, hessian, c * gamma
+                blocks, member, k, iterates, s, g, b, hessian, gamma
             )
 
         newest = member.mode(blocks, f_bar, gamma)

@@ -33,7 +33,7 @@ def tiled_convolution(
             f"a tiled convolution has window_strides (1, 1) and padding 'VALID', got "
             f"{window_strides} and {padding!r}"
         )
-    batch, height, width, channels = x.shape
+    batch, height, width, _ = x.shape
     kernel_height, kernel_width, _, features = kernel.shape
     rows, row_band = _tiles(height, kernel_height, largest=2)
     columns, column_band = _tiles(width, kernel_width, largest=8)

@@ -34,15 +34,15 @@ class Method(NamedTuple):
     rates: tuple[float, ...]
 
 
-def _sgd(layers: Any, rate: Any) -> optax.GradientTransformation:
+def _sgd(layers: Any, rate: Any, kl_clip: float) -> optax.GradientTransformation:
     return optax.sgd(rate, momentum=0.9)
 
 
-def _adam(layers: Any, rate: Any) -> optax.GradientTransformation:
+def _adam(layers: Any, rate: Any, kl_clip: float) -> optax.GradientTransformation:
     return optax.adam(rate)
 
 
-_UNCALIBRATED_RATES, _CALIBRATED_RATES = (0.01, 0.03, 0.1), (0.3, 1.0, 3.0)
+_UNCALIBRATED_RATES, _CALIBRATED_RATES = (0.01, 0.03, 0.1), (0.1, 0.3, 1.0)
 METHODS = {
     "sgd": Method("SGD with momentum", _sgd, (0.003, 0.03, 0.1, 0.3)),
     "adam": Method("Adam", _adam, (0.001, 0.003, 0.01)),
@@ -83,7 +83,8 @@ class Racer:
         net = kw.instrument(self.model, self.likelihood, like)
 
         def make(rate: Any) -> optax.GradientTransformationExtraArgs:
-            return optax.with_extra_args_support(method.make(net.layers, rate))
+            tx = method.make(net.layers, rate, kl_clip=problem.kl_clip)
+            return optax.with_extra_args_support(tx)
 
         def init(key: jax.Array, rate: jax.Array) -> tuple[Any, Any]:
             params = self.model.init(key, jnp.zeros((1, *like.shape[1:]), like.dtype))["params"]

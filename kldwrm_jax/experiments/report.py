@@ -27,7 +27,9 @@ COLUMNS = {
     "std_accuracy": "std accuracy, %",
     "mean_loss": "mean loss",
     "std_loss": "std loss",
+    "epochs_to_98": "epochs to 98 %",
 }
+_DIGITS = {"mean_loss": 3, "std_loss": 3, "epochs_to_98": 1}  # two for all others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +192,7 @@ def _cells(group: Group, protocol: str) -> Record:
 
 
 def _text(name: str, cell: Record) -> str:
-    ours = _number(cell["ours"], 3 if name.endswith("loss") else 2)
+    ours = _number(cell["ours"], _DIGITS.get(name, 2))
     return ours if cell["paper"] is None else f"{ours} ({_number(cell['paper'], 2)})"
 
 

@@ -266,15 +266,15 @@ class Member:
     ) -> jax.Array:
         """How many times the blocks' quadratic of a step the Fisher's is, averaged as they are.
 
-        It begins anew with the average of any block; an absurd batch does not count.
+        Both are damped: of the blocks, what the step is made with is measured. The number begins
+        anew with the average of any block; an absurd batch does not count.
         """
         anew = curvature.anew.any() | (state.monitor.refreshes == 0)
 
         def measure() -> jax.Array:
-            curved = per_block(
-                blocks, lambda own, x: own.block.multiply(curvature.factors[own.name], x), v
-            )
-            now = 2 * oracle.quadratic(v) / optax.tree.vdot(v, curved)
+            curved = self.refresh.multiply(blocks, curvature.factors, v)
+            damping = jnp.asarray(self.damping, float) * optax.tree.vdot(v, v)
+            now = (2 * oracle.quadratic(v) + damping) / optax.tree.vdot(v, curved)
             decay = jnp.where(anew, 0, rho)
             new = decay * state.calibration + (1 - decay) * now
             return jnp.where(jnp.isfinite(new) & (new > 0), new, state.calibration)
@@ -371,7 +371,7 @@ class Member:
             objective = exact.objective(
                 g=g,
                 multiply_b=multiply_b,
-                gamma=c * jnp.asarray(self.damping, float),
+                gamma=jnp.asarray(self.damping, float),
                 lr=lr,
                 rho=rho,
                 oracle=oracle,

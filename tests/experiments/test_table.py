@@ -58,5 +58,14 @@ def test_the_nine_numbers_are_those_of_the_curves(tmp_path):
     assert found.mean_accuracy == pytest.approx(np.mean(last))
     assert found.std_accuracy == pytest.approx(np.std(last, ddof=1))
     assert found.mean_loss == pytest.approx(np.mean([0.3, 0.26, 0.9]))
+    assert found.epochs_to_98 == 1
+    assert summarise(made[2:], "paper", RULE).epochs_to_98 == 2
     assert np.isnan(summarise(made[:1], "paper", RULE).std_loss)
     assert summarise(made, "corrected", RULE).mean_accuracy == pytest.approx(np.mean(last) + 1)
+
+
+def test_runs_most_of_which_never_have_98_percent_take_for_ever(tmp_path):
+    made = [
+        made_runs.write(tmp_path, i, [0.9, x], loss=[1, 1]) for i, x in enumerate((0.99, 0.9, 0.9))
+    ]
+    assert np.isinf(summarise(made, "paper", RULE).epochs_to_98)
