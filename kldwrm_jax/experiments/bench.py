@@ -113,15 +113,18 @@ def compare(
             subjects["kfac-jax"] = _compiled_by_itself(*kfac_jax_step(model, batch), batch)
             progress.advance(bar)
         progress.update(bar, description=f"{network}: {rounds} rounds of {PERIOD} steps")
-        timings = interleaved(subjects, batch, PERIOD, rounds, lambda: progress.advance(bar))
+        timings = interleaved(
+            subjects, subjects["sgd"], batch, PERIOD, rounds, lambda: progress.advance(bar)
+        )
     return {
         "network": network,
         "batch": batch_size,
         "period": PERIOD,
         "rounds": rounds,
-        "sgd_step_seconds": statistics.median(timings["sgd"].per_round) / PERIOD,
+        "sgd_step_seconds": statistics.median(map(statistics.fmean, timings["sgd"].rounds)),
         "rows": [
-            _row(network, name, subjects[name], timings, subjects["sgd"]) for name in subjects
+            _row(network, name, subject, timings[name], subjects["sgd"])
+            for name, subject in subjects.items()
         ],
     }
 
@@ -132,22 +135,17 @@ def _compiled_by_itself(step: Any, state: Any, batch: Any) -> Compiled:
     return Compiled(step, state, time.perf_counter() - begin, None)
 
 
-def _row(
-    network: str, name: str, subject: Compiled, timings: dict[str, Timing], sgd: Compiled
-) -> dict[str, Any]:
-    own, base = timings[name], timings["sgd"]
-    ratios = [mine / theirs for mine, theirs in zip(own.per_round, base.per_round, strict=True)]
-    step = statistics.median(base.per_round) / PERIOD
+def _row(network: str, name: str, subject: Compiled, own: Timing, sgd: Compiled) -> dict[str, Any]:
     known = SUBJECTS.get(name)
     slow = known.slowest.get(network) if known else None
     return {
         "name": name,
         "title": known.title if known else "kfac-jax, statistics every step",
-        "ratio": statistics.median(own.per_round) / statistics.median(base.per_round),
-        "ratio_of_each_round": ratios,
+        "ratio": own.ratio,
+        "ratio_of_each_round": own.ratios,
         "target": known.targets.get(network) if known else None,
-        "usual_step": own.usual / step,
-        "slowest_step": own.slowest / step,
+        "usual_step": own.usual,
+        "slowest_step": own.slowest,
         "slowest_target": slow,
         "compile_seconds": subject.seconds,
         "compile_ratio": subject.seconds / sgd.seconds,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 Step = Callable[[Any, Any], Any]  # from a state and a batch to the next state
 
@@ -22,24 +23,36 @@ class Compiled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one subject's steps, a row for each round."""
+    """Seconds of one subject's steps, a row for each round, and of the base's right before them.
+
+    Machines drift: a round is compared with its neighbour, and the median of rounds counts.
+    """
 
     rounds: tuple[tuple[float, ...], ...]
+    beside: tuple[tuple[float, ...], ...]
 
     @property
-    def per_round(self) -> list[float]:
-        """Seconds of every round."""
-        return [sum(steps) for steps in self.rounds]
+    def ratios(self) -> list[float]:
+        """Cost in steps of the base, round by round."""
+        return self._compared(statistics.fmean, statistics.fmean)
 
     @property
-    def slowest(self) -> float:
-        """The slowest step of a round, median over the rounds: a hiccup is not the subject's."""
-        return statistics.median(max(steps) for steps in self.rounds)
+    def ratio(self) -> float:
+        """Cost in steps of the base."""
+        return statistics.median(self.ratios)
 
     @property
     def usual(self) -> float:
-        """The median step."""
-        return statistics.median(step for steps in self.rounds for step in steps)
+        """Cost of a usual step, which has no refresh."""
+        return statistics.median(self._compared(statistics.median, statistics.median))
+
+    @property
+    def slowest(self) -> float:
+        """Cost of the slowest step of a round."""
+        return statistics.median(self._compared(max, statistics.median))
+
+    def _compared(self, own: Callable[..., float], base: Callable[..., float]) -> list[float]:
+        return [own(row) / base(near) for row, near in zip(self.rounds, self.beside, strict=True)]
 
 
 def compile_step(step: Step, state: Any, batch: Any, attempts: int = 2) -> Compiled:
@@ -61,24 +74,27 @@ def compile_step(step: Step, state: Any, batch: Any, attempts: int = 2) -> Compi
 
 def interleaved(
     subjects: Mapping[str, Compiled],
+    base: Compiled,
     batch: Any,
     steps: int,
     rounds: int,
     after_round: Callable[[], None] = lambda: None,
 ) -> dict[str, Timing]:
-    """Rounds of steps of every subject in turn, so that all meet the same machine.
+    """Rounds of steps of every subject in turn, each right after a round of the base.
 
     A first round warms caches and buffers up, and does not count.
     """
     states = {name: subject.state for name, subject in subjects.items()}
-    rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in subjects}
+    base_state = jax.tree.map(jnp.copy, base.state)  # steps give their states away
+    rows: dict[str, list[tuple[tuple[float, ...], tuple[float, ...]]]] = {n: [] for n in subjects}
     for number in range(rounds + 1):
         for name, subject in subjects.items():
+            base_state, beside = run_steps(base.step, base_state, batch, steps)
             states[name], row = run_steps(subject.step, states[name], batch, steps)
             if number:
-                rows[name].append(row)
+                rows[name].append((row, beside))
         after_round()
-    return {name: Timing(tuple(row)) for name, row in rows.items()}
+    return {name: Timing(*zip(*own, strict=True)) for name, own in rows.items()}
 
 
 def run_steps(step: Step, state: Any, batch: Any, steps: int) -> tuple[Any, tuple[float, ...]]:
