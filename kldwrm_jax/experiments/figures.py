@@ -59,10 +59,7 @@ def mean_and_band(
             every[metric].append(curves.ravel())
             for column, x in enumerate((np.arange(1, epochs + 1), seconds)):
                 panel: Axes = axes[row, column]
-                (line,) = panel.plot(x, curves.mean(axis=0), label=label, linewidth=1.5)
-                panel.fill_between(
-                    x, curves.min(axis=0), curves.max(axis=0), color=line.get_color(), alpha=0.15
-                )
+                _band(panel, x, curves, label)
     for row, metric in enumerate(("loss", "accuracy")):
         for column, heading in enumerate(("epoch", "seconds of training")):
             _finish(axes[row, column], metric)
@@ -73,6 +70,36 @@ def mean_and_band(
     axes[0, 1].legend(fontsize=9)
     figure.suptitle(title, fontsize=11)
     return _save(figure, path)
+
+
+def by_protocol(
+    path: Path, title: str, groups: Mapping[str, Sequence[Run]], protocols: Sequence[str]
+) -> Path:
+    """Test accuracy under each protocol: the mean over seeds, and their range."""
+    figure = _figure(1 + 4.5 * len(protocols), 4)
+    axes = figure.subplots(1, len(protocols), sharey=True, squeeze=False)[0]
+    every = []
+    for panel, protocol in zip(axes, protocols, strict=True):
+        for label, runs in groups.items():
+            curves = np.array([run.curve("accuracy", protocol) for run in runs])
+            every.append(curves.ravel())
+            _band(panel, np.arange(1, curves.shape[1] + 1), curves, f"{label}, {len(runs)} runs")
+        _finish(panel, "accuracy")
+        panel.set_title(f"protocol {protocol}", fontsize=10)
+        panel.set_xlabel("epoch")
+    _zoom(axes[0], np.concatenate(every), "accuracy")
+    axes[0].set_ylabel("test accuracy")
+    axes[-1].legend(fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    return _save(figure, path)
+
+
+def _band(panel: Axes, x: np.ndarray, curves: np.ndarray, label: str) -> None:
+    """The mean of some curves, and their range."""
+    (line,) = panel.plot(x, curves.mean(axis=0), label=label, linewidth=1.5)
+    panel.fill_between(
+        x, curves.min(axis=0), curves.max(axis=0), color=line.get_color(), alpha=0.15
+    )
 
 
 def cost(path: Path, result: Record, titles: Mapping[str, str]) -> Path:

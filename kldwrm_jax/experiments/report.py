@@ -91,6 +91,9 @@ def write(folder: Path, chosen: Sequence[str], screen: Screen) -> Path:
         raise UsageError(f"{folder}: no run in it has ended an epoch yet")
     out = folder / "report"
     parts = ["# Report", _preamble(groups)]
+    if whole := {group.label: group.finished for group in groups if group.finished}:
+        path = figures.by_protocol(out / "protocols.png", "Test accuracy", whole, chosen)
+        parts.append(f"![{path.stem}]({path.name})")
     for protocol in chosen:
         parts.append(f"## Protocol `{protocol}`: {runs.PROTOCOLS[protocol]}")
         parts.append(_markdown(groups, protocol))

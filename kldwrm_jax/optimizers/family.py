@@ -74,9 +74,10 @@ def kfac(
       weight_decay: times the parameters, is added to the gradient before it is preconditioned. The
         same as ``optax.add_decayed_weights`` before this in a chain, for K-FAC.
       calibrate: multiplies the blocks by a number ``c``: how many times their own divergence the
-        step's true one is, to second order. Measured by one JVP at a refresh and averaged as the
-        factors are. Kronecker blocks see an eighth or less of a step's divergence; with this,
-        ``learning_rate`` and ``kl_clip`` mean what they say. See :func:`kldwrm_jax.kl_report`.
+        step's true one is, to second order, damping included in both. Measured by one JVP at a
+        refresh and averaged as the factors are. Kronecker blocks see an eighth or less of a step's
+        divergence; with this, ``learning_rate`` and ``kl_clip`` mean what they say. See
+        :func:`kldwrm_jax.kl_report`.
 
     Returns:
       An Optax transform whose ``update`` takes ``oracle=net.oracle(params, x, ...)``.

@@ -33,7 +33,8 @@ def write_paper(folder, entries):
 @pytest.fixture
 def sixteen(tmp_path, monkeypatch):
     """All the paper's settings, without figures."""
-    monkeypatch.setattr(report.figures, "every_seed", lambda path, *args: path)
+    for name in ("every_seed", "by_protocol"):
+        monkeypatch.setattr(report.figures, name, lambda path, *args: path)
     write_paper(tmp_path, recipes.PAPER_SETTINGS)
     return tmp_path
 
@@ -56,7 +57,7 @@ def test_the_table_has_the_papers_nine_columns_with_its_numbers_beside_ours_and_
 def test_figures_are_drawn_for_every_solver_and_linked(tmp_path):
     write_paper(tmp_path, [entry for entry in recipes.PAPER_SETTINGS if entry.best][:2])
     path = report.write(tmp_path, ("paper",), screen())
-    names = [f"{name}-paper.png" for name in ("best", "kfac", "so")]
+    names = ["protocols.png", *(f"{name}-paper.png" for name in ("best", "kfac", "so"))]
     for name in names:
         assert (path.parent / name).read_bytes().startswith(PNG)
         assert f"]({name})" in path.read_text()
