@@ -26,7 +26,9 @@ def held(*checks):
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["kfac", "so", "q", "qe"])
+@pytest.mark.parametrize(
+    "name", ["kfac", *(pytest.param(n, marks=pytest.mark.outside) for n in ("so", "q", "qe"))]
+)
 def test_a_sharded_batch_gives_the_steps_of_one_device_and_sums_alone_travel(name):
     held(f"data_parallel {name}")
 

@@ -53,6 +53,7 @@ def finish(started):
     return [float(x) for x in found[0].split()]
 
 
+@pytest.mark.outside
 def test_two_processes_train_as_one_does_and_one_goes_on_with_what_they_saved(together):
     alone = finish(together("alone", 1, 40))
     first = finish(together("shared", 2, 20))
