@@ -1,7 +1,6 @@
 """``kldwrm race``: steps and seconds to fixed targets, with and without calibrated blocks."""
 
 import argparse
-import functools
 import json
 import statistics
 import time
@@ -22,50 +21,46 @@ from kldwrm_jax.experiments.race_problems import PROBLEMS, Arrays, Problem
 from kldwrm_jax.experiments.runs import Record
 
 _TUNING_SEED = 100
-_REFRESH: dict[str, Any] = {"refresh_every": 10}
-_CALIBRATED: dict[str, Any] = {**_REFRESH, "calibrate": True}
+Maker = Callable[[Any, Any, float], optax.GradientTransformation]
+"""From layers, learning rate and the limit of a calibrated step's divergence."""
 
 
 class Method(NamedTuple):
     """An optimizer and the learning rates that are tried."""
 
     title: str
-    make: Callable[..., optax.GradientTransformation]
+    make: Maker
     rates: tuple[float, ...]
 
 
-def _sgd(layers: Any, rate: Any, kl_clip: float) -> optax.GradientTransformation:
-    return optax.sgd(rate, momentum=0.9)
+def _member(make: Callable[..., Any], **arguments: Any) -> Maker:
+    return lambda layers, rate, limit: make(layers, rate, refresh_every=10, **arguments)
 
 
-def _adam(layers: Any, rate: Any, kl_clip: float) -> optax.GradientTransformation:
-    return optax.adam(rate)
+def _calibrated(make: Callable[..., Any], **arguments: Any) -> Maker:
+    return lambda layers, rate, limit: make(
+        layers, rate, refresh_every=10, calibrate=True, kl_clip=limit, **arguments
+    )
 
 
 _UNCALIBRATED_RATES, _CALIBRATED_RATES = (0.01, 0.03, 0.1), (0.1, 0.3, 1.0)
 METHODS = {
-    "sgd": Method("SGD with momentum", _sgd, (0.003, 0.03, 0.1, 0.3)),
-    "adam": Method("Adam", _adam, (0.001, 0.003, 0.01)),
-    "kfac": Method("K-FAC", functools.partial(kw.kfac, **_REFRESH), _UNCALIBRATED_RATES),
-    "so": Method("SO", functools.partial(kw.so_kldwrm, **_REFRESH), _UNCALIBRATED_RATES),
-    "q": Method("Q", functools.partial(kw.q_kldwrm, **_REFRESH), _UNCALIBRATED_RATES),
-    "qe": Method("QE, ten steps of SGD", functools.partial(kw.qe_kldwrm, **_REFRESH), (0.01, 0.03)),
-    "kfac-calibrated": Method(
-        "K-FAC, calibrated", functools.partial(kw.kfac, **_CALIBRATED), _CALIBRATED_RATES
+    "sgd": Method(
+        "SGD with momentum", lambda _, rate, __: optax.sgd(rate, 0.9), (0.003, 0.03, 0.1, 0.3)
     ),
-    "so-calibrated": Method(
-        "SO, calibrated", functools.partial(kw.so_kldwrm, **_CALIBRATED), _CALIBRATED_RATES
-    ),
+    "adam": Method("Adam", lambda _, rate, __: optax.adam(rate), (0.001, 0.003, 0.01)),
+    "kfac": Method("K-FAC", _member(kw.kfac), _UNCALIBRATED_RATES),
+    "so": Method("SO", _member(kw.so_kldwrm), _UNCALIBRATED_RATES),
+    "q": Method("Q", _member(kw.q_kldwrm), _UNCALIBRATED_RATES),
+    "qe": Method("QE, ten steps of SGD", _member(kw.qe_kldwrm), (0.01, 0.03)),
+    "kfac-calibrated": Method("K-FAC, calibrated", _calibrated(kw.kfac), _CALIBRATED_RATES),
+    "so-calibrated": Method("SO, calibrated", _calibrated(kw.so_kldwrm), _CALIBRATED_RATES),
     "q-calibrated": Method(
-        "Q, calibrated",
-        functools.partial(kw.q_kldwrm, **_CALIBRATED, block_clip=None),
-        _CALIBRATED_RATES,
+        "Q, calibrated", _calibrated(kw.q_kldwrm, block_clip=None), _CALIBRATED_RATES
     ),
     "qe-calibrated": Method(
         "QE, calibrated, two preconditioned steps",
-        functools.partial(
-            kw.qe_kldwrm, **_CALIBRATED, block_clip=None, inner="preconditioned", kl_scale=1.0
-        ),
+        _calibrated(kw.qe_kldwrm, block_clip=None, inner="preconditioned", kl_scale=1.0),
         (0.1, 0.3),
     ),
 }
@@ -83,8 +78,7 @@ class Racer:
         net = kw.instrument(self.model, self.likelihood, like)
 
         def make(rate: Any) -> optax.GradientTransformationExtraArgs:
-            tx = method.make(net.layers, rate, kl_clip=problem.kl_clip)
-            return optax.with_extra_args_support(tx)
+            return optax.with_extra_args_support(method.make(net.layers, rate, problem.limit))
 
         def init(key: jax.Array, rate: jax.Array) -> tuple[Any, Any]:
             params = self.model.init(key, jnp.zeros((1, *like.shape[1:]), like.dtype))["params"]

@@ -38,7 +38,8 @@ class Problem:
       metric: ``"accuracy"``, to be raised, or ``"loss"``, to be lowered.
       targets: values of the metric, the easier first.
       without: methods that take too long here.
-      kl_clip: of the natural-gradient methods; the loss's scale is the divergence's, too.
+      limit: ``kl_clip`` of calibrated methods, for which it is a limit of the true divergence and
+        has the scale of the loss.
     """
 
     title: str
@@ -49,7 +50,7 @@ class Problem:
     metric: str
     targets: tuple[float, ...]
     without: tuple[str, ...] = ()
-    kl_clip: float = 0.1
+    limit: float = 0.1
 
     def reached(self, value: float, target: float) -> bool:
         """Whether a value is as good as a target."""
@@ -168,7 +169,7 @@ PROBLEMS = {
         "loss",
         (150.0, 120.0),
         without=("qe",),
-        kl_clip=10.0,  # 784 pixels in a sum
+        limit=10.0,  # 784 pixels in a sum
     ),
     "text": Problem("text, a transformer of two layers", _text, 64, 200, 10, "loss", (1.0, 0.6)),
 }
