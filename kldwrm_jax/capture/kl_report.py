@@ -50,7 +50,7 @@ def kl_report(
 
     Args:
       oracle: the batch's ``net.oracle(...)``.
-      params: the parameters before the step.
+      params: the parameters before the step, such as ``oracle.params``.
       updates: the step, as ``tx.update`` returns it.
       factors: of the blocks, such as the average ``state.factors``; those of the batch by None.
 

@@ -68,11 +68,19 @@ class SplitOracle(Oracle):
 
     @property
     def _batch(self) -> int:
-        arrays = [self.targets] if self.targets is not None else jax.tree.leaves(self.call.args)
-        batch = jnp.shape(arrays[0])[0]
+        """How many examples there are: the outputs' first axis, and that of all they go with."""
+        known = self.weights if self.targets is None else self.targets
+        if known is None:
+            known = jax.eval_shape(self.model.outputs, self.params, self.call)
+        batch = jnp.shape(known)[0]
         if batch % self.parts:
             raise ValueError(
                 f"micro_batches must divide the batch of {batch} examples, got {self.parts}"
+            )
+        if self.weights is not None and self.weights.shape[0] != batch:
+            raise ValueError(
+                f"weights must have the shape of the outputs without the likelihood's event axes, "
+                f"of which the first are {batch} examples, got {self.weights.shape}"
             )
         return batch
 
@@ -86,15 +94,17 @@ class SplitOracle(Oracle):
             return x.reshape(batch // self.parts, self.parts, *x.shape[1:])[:, i]
 
         def another(x: Any) -> Any:
-            is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-            return jax.random.fold_in(x, i) if is_key and x.ndim == 0 else x
+            return _folded(x, i) if _is_key(x) else x
+
+        def another_stream(x: Any) -> Any:
+            return _folded(x, i) if _is_key(x) or _is_raw_key(x) else x
 
         call = dataclasses.replace(
             self.call,
             args=jax.tree.map(cut, self.call.args),
             kwargs=jax.tree.map(cut, self.call.kwargs),
             variables=jax.tree.map(another, self.call.variables),
-            rngs=jax.tree.map(another, self.call.rngs),
+            rngs=jax.tree.map(another_stream, self.call.rngs),
         )
         return Oracle(
             self.model,
@@ -103,7 +113,7 @@ class SplitOracle(Oracle):
             self.params,
             call,
             cut(self.targets) if self.targets is not None else None,
-            another(self.key),
+            None if self.key is None else _folded(self.key, i),
             cut(self.weights) if self.weights is not None else None,
         )
 
@@ -122,10 +132,26 @@ class SplitOracle(Oracle):
             def plus(x: jax.Array, new: jax.Array) -> jax.Array:
                 if not jnp.issubdtype(new.dtype, jnp.floating):
                     return new  # a counter, a key
-                return x + jnp.where(own > 0, own * new, 0).astype(new.dtype)
+                return x + jnp.where(own == 0, 0, own * new).astype(new.dtype)
 
             return jax.tree.map(plus, total, function(part)), None
 
         likes = jax.eval_shape(function, self._part(jnp.zeros((), int)))
         zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), likes)
         return jax.lax.scan(add, zeros, jnp.arange(self.parts))[0]
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _is_raw_key(x: Any) -> bool:
+    """Whether this may be a key of ``jax.random.PRNGKey``, where a key is expected."""
+    return jnp.ndim(x) == 1 and jnp.asarray(x).dtype == jnp.uint32
+
+
+def _folded(key: jax.Array, i: jax.Array) -> jax.Array:
+    """Another key for every part; of a stack of keys, each."""
+    if jnp.ndim(key) == 0 or _is_raw_key(key):
+        return jax.random.fold_in(key, i)
+    return jax.vmap(lambda own: _folded(own, i))(key)

@@ -43,7 +43,7 @@ def _calibrated(make: Callable[..., Any], **arguments: Any) -> Maker:
     )
 
 
-_UNCALIBRATED_RATES, _CALIBRATED_RATES = (0.01, 0.03, 0.1), (0.1, 0.3, 1.0)
+_UNCALIBRATED_RATES, _CALIBRATED_RATES = (0.01, 0.03, 0.1), (0.1, 0.3, 1.0, 3.0)
 METHODS = {
     "sgd": Method(
         "SGD with momentum", lambda _, rate, __: optax.sgd(rate, 0.9), (0.003, 0.03, 0.1, 0.3)

@@ -68,6 +68,10 @@ class Inverse:
             check_count("rank", self.rank)
         elif self.rank is not None:
             raise ValueError(f"rank={self.rank} needs method='randomized', got {self.method!r}")
+        if not isinstance(self.stagger, bool):
+            raise ValueError(f"stagger must be True or False, got {self.stagger!r}")
+        if not isinstance(self.mesh, Mesh | None):
+            raise ValueError(f"mesh must be a jax.sharding.Mesh, got {self.mesh!r}")
         if self.mesh is None and self.axis is not None:
             raise ValueError(f"axis={self.axis!r} needs the mesh it is an axis of, got mesh=None")
         _ = self.devices  # checks its own arguments

@@ -25,7 +25,7 @@ from kldwrm_jax.curvature import LayerBlock, Layers, Solver, per_block
 from kldwrm_jax.optimizers.clipping import block_clip_factors, kl_clip_factor
 from kldwrm_jax.optimizers.exact_kl import ExactKL
 from kldwrm_jax.optimizers.inverse import Inverse
-from kldwrm_jax.optimizers.refresh import Curvature, Refresh
+from kldwrm_jax.optimizers.refresh import Curvature, Direction, Refresh
 from kldwrm_jax.optimizers.state import KLDWRMState, new_monitor, next_count, raised
 from kldwrm_jax.paths import Leaves, leaves_by_path, replace_leaves
 
@@ -156,7 +156,7 @@ class Member:
         pull, (h, _) = self._pull(blocks, state, m, curvature.anew), right_sides(curvature.anew)
         c = state.calibration
         if self.calibrate:
-            measured = self._calibrated(blocks, state, curvature, oracle, direction.v, rho)
+            measured = self._calibrated(blocks, state, curvature, oracle, direction, g, lr)
             # Before the first step nothing is remembered that would not shrink with the gradient.
             c = jnp.where(state.count == 0, measured, c)
             direction, rate = direction.scaled(state.calibration / c), lr / c
@@ -261,21 +261,29 @@ class Member:
         state: KLDWRMState,
         curvature: Curvature,
         oracle: Oracle,
-        v: Leaves,
-        rho: jax.Array,
+        direction: Direction,
+        g: Leaves,
+        lr: jax.Array,
     ) -> jax.Array:
         """How many times the blocks' quadratic of a step the Fisher's is, averaged as they are.
 
-        Both are damped: of the blocks, what the step is made with is measured. The number begins
-        anew with the average of any block; an absurd batch does not count.
+        Both are damped: of the blocks, what the step is made with is measured. At a rate of zero
+        there may be no step, but the gradient has a direction. The number begins anew with the
+        average of any block; an absurd batch does not count.
         """
-        anew = curvature.anew.any() | (state.monitor.refreshes == 0)
+        # It is 1, exactly, until it is measured.
+        anew = curvature.anew.any() | (state.calibration == 1)
 
         def measure() -> jax.Array:
+            v = jax.lax.cond(
+                direction.size == 0,
+                lambda: self.refresh.solve_between(blocks, curvature.inverses, g, lr),
+                lambda: direction.v,
+            )
             curved = self.refresh.multiply(blocks, curvature.factors, v)
             damping = jnp.asarray(self.damping, float) * optax.tree.vdot(v, v)
             now = (2 * oracle.quadratic(v) + damping) / optax.tree.vdot(v, curved)
-            decay = jnp.where(anew, 0, rho)
+            decay = jnp.where(anew, 0, jnp.asarray(self.rho, float))
             new = decay * state.calibration + (1 - decay) * now
             return jnp.where(jnp.isfinite(new) & (new > 0), new, state.calibration)
 

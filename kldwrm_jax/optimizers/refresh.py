@@ -92,7 +92,8 @@ class Refresh:
         if self.inverse.stagger and not (known and self._period > 1):
             raise ValueError(
                 f"inverse=Inverse(stagger=True) needs a period of at least two steps that is known "
-                f"when the optimizer is made: refresh_every={self.every}, every={period}"
+                f"when the optimizer is made: refresh_every={self.every}, every={period}. Under "
+                f"optax.inject_hyperparams, name refresh_every among its static_args"
             )
 
     def init(self, layers: Layers) -> tuple[dict[str, Factors], dict[str, Any]]:

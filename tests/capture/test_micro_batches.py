@@ -57,14 +57,27 @@ def test_a_part_without_weight_does_no_harm():
     close(split.factors(), whole.factors())
 
 
-def test_parts_have_dropout_masks_of_their_own():
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_parts_have_dropout_masks_of_their_own(make_key):
     problem = small_nets.problem(dtype=jnp.float64, dropout=0.5)
-    _, split = both(problem, rngs={"dropout": jax.random.key(5)})
+    _, split = both(problem, rngs={"dropout": make_key(5)})
     same = jnp.broadcast_to(jnp.asarray(problem.x[0])[0], problem.x[0].shape)
     alike = dataclasses.replace(split, call=dataclasses.replace(split.call, args=(same,)))
     out = np.asarray(alike.outputs(problem.params)).reshape(4, 4, -1)  # (within a part, part)
     assert np.abs(out[:, 0] - out[:, 1]).max() > 1e-3
     close(split.outputs(problem.params), split.outputs(problem.params))
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_parts_have_sampled_labels_of_their_own(make_key):
+    """Of one example many times over: with the same labels in all parts, G would be that of one."""
+    model, x = nn.Dense(3), np.ones((64, 4))
+    params = model.init(jax.random.key(0), x)["params"]
+    net = kw.instrument(model, kw.Categorical(), x)
+    ((_, parts),) = net.oracle(params, x, key=make_key(1), micro_batches=64).factors().values()
+    ((_, one),) = net.oracle(params, x[:1], key=jax.random.key(1)).factors().values()
+    assert np.linalg.matrix_rank(one, tol=1e-6) == 1
+    assert np.linalg.matrix_rank(parts, tol=1e-6) == 2
 
 
 def test_other_variables_are_the_mean_over_the_parts():
@@ -91,3 +104,33 @@ def test_parts_that_do_not_divide_the_batch_are_an_error(small):
         split.factors()
     with pytest.raises(ValueError, match=r"micro_batches must be a whole number >= 1.*got 0"):
         both(small, parts=0)
+
+
+def test_weights_of_another_batch_are_an_error(small):
+    for wrong in (8, 12, 32):
+        _, split = both(small, parts=2, weights=jnp.ones(wrong))
+        with pytest.raises(ValueError, match=rf"weights must.*16 examples, got \({wrong},\)"):
+            split.value_and_grad()
+
+
+def test_no_weight_at_all_is_no_batch(small):
+    whole, split = both(small, weights=jnp.zeros(small_nets.BATCH))
+    assert np.isnan(whole.loss(small.params))
+    assert np.isnan(split.value_and_grad()[0])
+
+
+def test_the_batch_is_that_of_the_outputs_wherever_it_comes_in():
+    """Not of the first argument, which here is a table for all examples."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, table, scale, *, x):
+            return nn.Dense(3)(x + scale * table.sum(axis=0))
+
+    rng = np.random.default_rng(0)
+    table, x = rng.normal(size=(4, 5)), rng.normal(size=(12, 5))
+    model = Net()
+    params = model.init(jax.random.key(0), table, 0.5, x=x)["params"]
+    net = kw.instrument(model, kw.Categorical(), table, 0.5, x=x, fisher="exact")
+    whole, split = (net.oracle(params, table, 0.5, x=x, micro_batches=n) for n in (1, 2))
+    close(split.factors(), whole.factors())

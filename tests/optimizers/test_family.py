@@ -277,6 +277,31 @@ def test_calibrated_steps_minimise_the_whole_wake_with_every_fisher_times_todays
     assert abs(c - 1) > 0.1
 
 
+@pytest.mark.parametrize("make", [kw.kfac, kw.so_kldwrm, kw.q_kldwrm])
+def test_a_rate_that_begins_at_zero_is_calibrated_as_the_limit_of_small_rates(make, small):
+    rates = [0.0, 0.1, 0.3, 0.3]
+    blocks = dense_family.Blocks(small.params)
+    zero, almost = (
+        trajectory(small, make(small.layers, schedule(own), refresh_every=1, calibrate=True), 4)
+        for own in (rates, [lr or 1e-7 for lr in rates])
+    )
+    assert abs(float(zero[0][1].calibration) - 1) > 0.1
+    for (params, state), (wanted, theirs) in zip(zero, almost, strict=True):
+        assert_close(state.calibration, theirs.calibration, 1e-5)
+        assert_close(blocks.vector(params), blocks.vector(wanted), 1e-5)
+
+
+def test_a_gradient_of_zero_measures_nothing_and_the_first_that_is_measured_counts_whole(small):
+    tx = kw.kfac(small.layers, 0.3, refresh_every=1, calibrate=True)
+    oracle = small.oracle(small.params, 0)
+    grads, _ = small.measure(small.params, 0)
+    update = small_nets.jit(lambda g, s: tx.update(g, s, small.params, oracle=oracle)[1])
+    zeros = jax.tree.map(jnp.zeros_like, grads)
+    waited = update(grads, update(zeros, tx.init(small.params)))
+    assert update(zeros, tx.init(small.params)).calibration == 1
+    assert_close(waited.calibration, update(grads, tx.init(small.params)).calibration)
+
+
 def _reweighted_curvature(blocks, factors, gamma, lr):
     """What the author's scaling of both factors by 1 + lr adds to the damped average, over lr."""
     f = blocks.matrix(jax.tree.map(np.asarray, factors))

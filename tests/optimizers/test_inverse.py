@@ -49,6 +49,8 @@ def in_float64():
         ({"method": "randomized", "rank": 2.5}, "rank must be a whole number >= 1.*got 2.5"),
         ({"rank": 8}, "rank=8 needs method='randomized', got 'full'"),
         ({"every": 2.5}, "every must be a whole number >= 1.*got 2.5"),
+        ({"stagger": "yes"}, "stagger must be True or False, got 'yes'"),
+        ({"mesh": "data"}, "mesh must be a jax.sharding.Mesh, got 'data'"),
     ],
 )
 def test_bad_arguments_are_named_with_their_value_and_a_way_out(arguments, message):
@@ -61,7 +63,7 @@ def test_bad_arguments_are_named_with_their_value_and_a_way_out(arguments, messa
     [
         (1, None, "at least two steps.*refresh_every=1, every=None"),
         (1, 1, "at least two steps.*refresh_every=1, every=1"),
-        (jnp.asarray(4), None, "known when the optimizer is made: refresh_every=4, every=None"),
+        (jnp.asarray(4), None, "refresh_every=4, every=None.*among its static_args"),
     ],
     ids=["every step", "every step, said twice", "array"],
 )
