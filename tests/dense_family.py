@@ -157,9 +157,10 @@ class Inner:
 
 @dataclasses.dataclass(frozen=True)
 class Preconditioned(Inner):
-    """The other inner solver: steps by the inverse of ``hessian``, halved until they help.
+    """The other inner solver: steps by the inverse of ``hessian``, shortened until they help.
 
-    Every divergence has ``damping`` times half the squared distance added to it.
+    Every divergence has ``damping`` times half the squared distance added to it. Twice that from
+    the newest iterate must not exceed ``kl_clip``, of calibrated members.
     """
 
     def solve(self, blocks, member, k, iterates, s, g, b, hessian, damping):
@@ -175,19 +176,23 @@ class Preconditioned(Inner):
                 value, gradient = value + factor * apart @ apart / 2, gradient + factor * apart
             return value, gradient
 
-        best, step, halvings = np.zeros_like(s), s, 0
+        limited = member.calibrate and member.kl_clip is not None
+        limit = member.kl_clip if limited else np.inf
+        best, step = np.zeros_like(s), s
         lowest = first = value_and_grad(best)[0]
-        values = []
+        values, sizes = [], []
         for _ in range(self.steps + 1):
-            trial = best + step * 0.5**halvings
+            trial = best + step
             value, gradient = value_and_grad(trial)
+            new = jax.tree.map(np.add, old[-1], blocks.tree(trial))
             values.append(float(value))
-            if value <= lowest:
-                best, lowest, halvings = trial, value, 0
+            sizes.append(2 * float(self.divergence(k, old[-1], new)))
+            if value <= lowest and sizes[-1] <= limit:
+                best, lowest = trial, value
                 step = -self.omega * member.lrs[k] * np.linalg.solve(hessian, gradient)
             else:
-                halvings += 1
-        assert lowest <= min(first, values[0])
+                step = step * min(0.5, np.sqrt(limit / sizes[-1]))
+        assert lowest <= (min(first, values[0]) if sizes[0] <= limit else first)
         return best, values[0], float(lowest)
 
 

@@ -29,11 +29,18 @@ class Solved(NamedTuple):
     end: jax.Array  # and at ``s``
 
 
+class Value(NamedTuple):
+    """What is known of a step ``s``."""
+
+    objective: jax.Array  # times the learning rate
+    size: jax.Array  # about s'Fs: twice its divergence from the newest iterate
+
+
 class Objective(NamedTuple):
     """The inner objective of a step ``s``, times the learning rate."""
 
-    value: Callable[[Leaves], jax.Array]
-    value_and_gradient: Callable[[Leaves], tuple[jax.Array, Leaves]]
+    value: Callable[[Leaves], Value]
+    value_and_gradient: Callable[[Leaves], tuple[Value, Leaves]]
     at_rest: jax.Array  # its value for no step at all, which costs nothing
 
 
@@ -118,11 +125,11 @@ class ExactKL:
         older = jax.lax.map(outputs_at_age, jnp.arange(1, self.capacity))
         old = jax.lax.stop_gradient(jnp.concatenate([newest[None], older]))
 
-        def divergences(new: jax.Array) -> jax.Array:
+        def divergences(new: jax.Array) -> tuple[jax.Array, jax.Array]:
             terms = jax.vmap(oracle.divergence, in_axes=(0, None))(old, new)
-            return self.kl_scale * jnp.sum(weights * terms)
+            return self.kl_scale * jnp.sum(weights * terms), 2 * terms[0]
 
-        def wake(s: Leaves) -> jax.Array:
+        def wake(s: Leaves) -> tuple[jax.Array, jax.Array]:
             return divergences(
                 outputs({path: p + s[path].astype(p.dtype) for path, p in here.items()})
             )
@@ -136,15 +143,20 @@ class ExactKL:
             more = held.gradient(s)
             return value + held.value(s), {path: x + more[path] for path, x in gradient.items()}
 
-        def value_and_gradient(s: Leaves) -> tuple[jax.Array, Leaves]:
-            kl, kl_gradient = jax.value_and_grad(wake)(s)
-            value, gradient = model(s)
-            return kl + value, {path: kl_gradient[path] + gradient[path] for path in s}
+        def value(s: Leaves) -> Value:
+            kl, size = wake(s)
+            return Value(kl + model(s)[0], size)
 
-        at_rest = divergences(old[0])
+        def value_and_gradient(s: Leaves) -> tuple[Value, Leaves]:
+            (kl, size), kl_gradient = jax.value_and_grad(wake, has_aux=True)(s)
+            value, gradient = model(s)
+            whole = {path: kl_gradient[path] + gradient[path] for path in s}
+            return Value(kl + value, size), whole
+
+        at_rest, _ = divergences(old[0])
         if held is not None:
             at_rest += held.value(optax.tree.zeros_like(g))
-        return Objective(lambda s: wake(s) + model(s)[0], value_and_gradient, at_rest)
+        return Objective(value, value_and_gradient, at_rest)
 
     def solve(
         self,
@@ -152,6 +164,7 @@ class ExactKL:
         objective: Objective,
         clip: Callable[[Leaves], Leaves],
         precondition: Callable[[Leaves], Leaves],
+        limit: jax.Array,
     ) -> Solved:
         """The step after the inner solver.
 
@@ -160,10 +173,11 @@ class ExactKL:
           objective: what it lowers.
           clip: limits a step of SGD.
           precondition: about the inverse of the objective's Hessian, times a gradient.
+          limit: of the size of preconditioned steps.
         """
         if self.inner == "sgd":
             return self._by_sgd(s, objective, clip)
-        return self._preconditioned(s, objective, precondition)
+        return self._preconditioned(s, objective, precondition, limit)
 
     def _by_sgd(self, s: Leaves, objective: Objective, clip: Callable[[Leaves], Leaves]) -> Solved:
         def step(i: jax.Array, carried: tuple[Leaves, jax.Array]) -> tuple[Leaves, jax.Array]:
@@ -171,30 +185,38 @@ class ExactKL:
             value, gradient = objective.value_and_gradient(s)
             gradient = clip(gradient)
             s = {path: s[path] - self.omega * gradient[path] for path in s}
-            return s, jnp.where(i == 0, value, start)
+            return s, jnp.where(i == 0, value.objective, start)
 
         s, start = jax.lax.fori_loop(0, self.inner_steps, step, (s, jnp.zeros((), float)))
-        end = objective.value(s)
+        end = objective.value(s).objective
         return Solved(s, jnp.where(jnp.asarray(self.inner_steps) > 0, start, end), end)
 
     def _preconditioned(
-        self, s: Leaves, objective: Objective, precondition: Callable[[Leaves], Leaves]
+        self,
+        s: Leaves,
+        objective: Objective,
+        precondition: Callable[[Leaves], Leaves],
+        limit: jax.Array,
     ) -> Solved:
-        """Steps that are halved until they lower the objective, the first of them the Q step."""
+        """Steps that are shortened until they lower the objective, the first of them the Q step."""
+
+        def helps(value: Value, at: _Search) -> jax.Array:
+            return (value.objective <= at.lowest) & (value.size <= limit)
 
         def step(i: jax.Array, at: _Search) -> _Search:
             value, gradient = objective.value_and_gradient(at.trial)
-            better = value <= at.lowest
+            better = helps(value, at)
             direction = optax.tree.where(better, precondition(gradient), at.direction)
             best = optax.tree.where(better, at.trial, at.best)
-            length = jnp.where(better, self.omega, at.length / 2)
+            within = jnp.sqrt(limit / jnp.maximum(value.size, limit))
+            length = jnp.where(better, self.omega, at.length * jnp.minimum(0.5, within))
             return _Search(
                 best=best,
-                lowest=jnp.where(better, value, at.lowest),
+                lowest=jnp.where(better, value.objective, at.lowest),
                 direction=direction,
                 length=length,
                 trial={path: x - length * direction[path] for path, x in best.items()},
-                start=jnp.where(i == 0, value, at.start),
+                start=jnp.where(i == 0, value.objective, at.start),
             )
 
         at = _Search(
@@ -207,11 +229,11 @@ class ExactKL:
         )
         at = jax.lax.fori_loop(0, self.inner_steps, step, at)
         end = objective.value(at.trial)
-        better = end <= at.lowest
+        better = helps(end, at)
         return Solved(
             optax.tree.where(better, at.trial, at.best),
-            jnp.where(jnp.asarray(self.inner_steps) > 0, at.start, end),
-            jnp.where(better, end, at.lowest),
+            jnp.where(jnp.asarray(self.inner_steps) > 0, at.start, end.objective),
+            jnp.where(better, end.objective, at.lowest),
         )
 
 

@@ -387,7 +387,10 @@ class Member:
                 history=history,
                 count=state.count,
             )
-            solved = exact.solve(s, objective, clip, precondition)
+            # Calibrated blocks see the true divergence, and so does the limit of the Q step.
+            unlimited = self.kl_clip is None or not self.calibrate
+            limit = jnp.asarray(jnp.finfo(float).max if unlimited else self.kl_clip, float)
+            solved = exact.solve(s, objective, clip, precondition, limit)
             scale = jnp.where(lr > 0, 1 / jnp.where(lr > 0, lr, 1), 1)
             return solved.s, scale * solved.start, scale * solved.end
 

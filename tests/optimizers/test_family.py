@@ -420,22 +420,45 @@ PRECONDITIONED = {
         {"capacity": 2, "refresh_every": 1, "block_clip": None, "calibrate": True, "omega": 9.0},
         {"calibrate": True},
     ),
+    "Categorical, calibrated, limited": (
+        {},
+        {"capacity": 2, "refresh_every": 1, "block_clip": None, "calibrate": True, "kl_clip": 3e-3},
+        {"calibrate": True, "kl_clip": 3e-3},
+    ),
 }
 
 
 @pytest.mark.parametrize("case", PRECONDITIONED)
-def test_qe_preconditioned_takes_newton_like_steps_and_halves_those_that_do_not_help(case):
+def test_qe_preconditioned_takes_newton_like_steps_and_shortens_those_that_do_not_help(case):
     of_problem, arguments, of_member = PRECONDITIONED[case]
     problem = small_nets.problem(dtype=jnp.float64, **of_problem)
     lrs = VARYING[:5]
-    common = {"rho": 0.5, "kl_clip": None, "inner": "preconditioned", "kl_scale": 0.5}
+    common = {"rho": 0.5, "inner": "preconditioned", "kl_scale": 0.5}
+    arguments = {"kl_clip": None} | arguments
     tx = kw.qe_kldwrm(problem.layers, schedule(lrs), inner_steps=4, **common, **arguments)
     capacity, omega = arguments["capacity"], arguments.get("omega", 1.0)
     inner = Preconditioned(divergence(problem), capacity, 4, omega, 0.5)
     member = Member(lrs, 0.5, mode=factored, model="exact", inner=inner, **of_member)
     got, _ = assert_follows(problem, tx, member)
     told = [kw.diagnostics(state) for _, state in got[capacity - 1 :]]
-    assert all(own["objective_after"] < own["objective_before"] for own in told)
+    if arguments["kl_clip"] is None:
+        assert all(own["objective_after"] < own["objective_before"] for own in told)
+
+
+def test_a_calibrated_qe_step_has_no_larger_divergence_than_its_limit():
+    """At a rate and from steps that would be far too long."""
+    problem, limit = small_nets.problem(dtype=jnp.float64), 1e-3
+    common = {"inner": "preconditioned", "calibrate": True, "block_clip": None, "kl_scale": 1e-3}
+    ends = {}
+    for kl_clip in (limit, None):
+        tx = kw.qe_kldwrm(
+            problem.layers, 1.0, refresh_every=1, capacity=2, kl_clip=kl_clip, **common
+        )
+        points = [problem.params, *(params for params, _ in trajectory(problem, tx, 4))]
+        ends[kl_clip] = [2 * divergence(problem)(k, *points[k : k + 2]) for k in range(1, 4)]
+    assert max(ends[limit]) <= limit * (1 + 1e-9)
+    assert min(ends[limit]) > 0
+    assert max(ends[None]) > 10 * limit
 
 
 def test_two_preconditioned_steps_lower_the_papers_objective_more_than_ten_of_sgd(small):
