@@ -61,7 +61,7 @@ METHODS = {
     "qe-calibrated": Method(
         "QE, calibrated, two preconditioned steps",
         _calibrated(kw.qe_kldwrm, block_clip=None, inner="preconditioned", kl_scale=1.0),
-        (0.1, 0.3),
+        (0.1, 0.3, 1.0),
     ),
 }
 

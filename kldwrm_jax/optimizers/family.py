@@ -332,7 +332,9 @@ def qe_kldwrm(
       damping_mode: as in :func:`q_kldwrm`.
       refresh_every: steps between two refreshes of factors and inverses.
       inverse: how and when inverses are made.
-      kl_clip: limit of the Q step's quadratic divergence; None turns it off.
+      kl_clip: limit of the Q step's quadratic divergence and, with ``calibrate`` and
+        ``inner="preconditioned"``, of twice the true divergence of the whole step; None turns it
+        off.
       weight_decay: joins :math:`\hat g` of the Q step, as in :func:`q_kldwrm`.
       calibrate: multiplies the blocks by what they miss of a step's divergence; see :func:`kfac`.
       solver: as in :func:`q_kldwrm`.
@@ -341,8 +343,9 @@ def qe_kldwrm(
       wake: of the Q step, as in :func:`q_kldwrm`.
       capacity: iterates in the buffer; a static number.
       inner: how the inner problem is solved. ``"sgd"``: as in the paper. ``"preconditioned"``:
-        with the inverse that the Q step was made with, each step (the Q step first) halved until it
-        lowers the objective, which never ends above its value at the Q step or at no step.
+        with the inverse that the Q step was made with, each step (the Q step first) shortened until
+        it lowers the objective within the limit ``kl_clip``. The objective never ends above its
+        value at no step, nor at a Q step that is within the limit.
       inner_steps: its steps; 10 of SGD, 2 preconditioned by None.
       omega: their length; 0.07 for SGD, in units of :math:`1/\lambda`, 1 preconditioned by None.
       kl_scale: :math:`\zeta = ` ``kl_scale`` :math:`\kappa`. The paper's 1/330 makes up for
