@@ -218,6 +218,12 @@ def tuned(problem: Problem, records: Sequence[Record], method: str) -> float:
     return min(own, key=lambda record: quality(problem, record))["rate"]
 
 
+def counted(problem: Problem, records: Sequence[Record], method: str) -> list[Record]:
+    """The runs of a method that count: not those of its tuning, nor any at another rate."""
+    others = [r for r in records if r["method"] == method and r["seed"] != _TUNING_SEED]
+    return [r for r in others if r["rate"] == tuned(problem, records, method)]
+
+
 def _read(log: Path) -> list[Record]:
     if not log.exists():
         return []
@@ -229,7 +235,7 @@ def summary(problem: Problem, records: Sequence[Record]) -> list[Record]:
     rows = []
     for method, known in METHODS.items():
         tuning = [r for r in records if r["method"] == method and r["seed"] == _TUNING_SEED]
-        own = [r for r in records if r["method"] == method and r["seed"] != _TUNING_SEED]
+        own = counted(problem, records, method)
         if not own:
             continue
         row: Record = {"method": known.title, "rate": own[0]["rate"], "seeds": len(own)}
@@ -314,9 +320,7 @@ def run(args: argparse.Namespace) -> int:
         screen.say(table)
         curves = {
             METHODS[m].title: [
-                [(p["step"], p["value"]) for p in r["curve"]]
-                for r in records
-                if r["method"] == m and r["seed"] != _TUNING_SEED
+                [(p["step"], p["value"]) for p in r["curve"]] for r in counted(problem, records, m)
             ]
             for m in METHODS
         }

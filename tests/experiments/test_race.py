@@ -41,6 +41,7 @@ def test_the_rate_that_is_first_at_the_hardest_target_is_taken():
 def test_the_summary_has_medians_and_says_what_most_seeds_did_not_reach():
     found = [record([2.0, 0.9, x], seed=i) for i, x in enumerate((0.4, 0.6, 0.7))]
     found += [record([0.1, 0.1, 0.1], seed=100), record([9.0, 9.0, 9.0], seed=100, rate=0.2)]
+    found += [record([0.1, 0.1, 0.1], seed=0, rate=0.2)]  # of a rate that is not the best any more
     (row,) = summary(LOSS, found)
     assert (row["step to 1"], row["cpu_seconds to 1"], row["step to 0.5"]) == (20, 2.0, None)
     assert (row["seeds"], row["end"]) == (3, 0.6)
