@@ -389,7 +389,7 @@ class Member:
             )
             # Calibrated blocks see the true divergence, and so does the limit of the Q step.
             unlimited = self.kl_clip is None or not self.calibrate
-            limit = jnp.asarray(jnp.finfo(float).max if unlimited else self.kl_clip, float)
+            limit = jnp.asarray(jnp.finfo(lr.dtype).max if unlimited else self.kl_clip, lr.dtype)
             solved = exact.solve(s, objective, clip, precondition, limit)
             scale = jnp.where(lr > 0, 1 / jnp.where(lr > 0, lr, 1), 1)
             return solved.s, scale * solved.start, scale * solved.end

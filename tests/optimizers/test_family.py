@@ -487,6 +487,18 @@ def test_two_preconditioned_steps_lower_the_papers_objective_more_than_ten_of_sg
     assert preconditioned < sgd < q
 
 
+def test_a_q_step_that_is_too_long_is_shortened_in_float32_too():
+    with precision.x64(False):
+        problem = small_nets.problem(dtype=jnp.float32)
+        common = {"refresh_every": 1, "capacity": 2, "inner": "preconditioned", "inner_steps": 6}
+        tx = kw.qe_kldwrm(problem.layers, 1.0, kl_clip=None, kl_scale=100.0, **common)
+        (_, _), (before, _), (after, state) = trajectory(problem, tx, 3)
+        told = kw.diagnostics(state)
+        assert told["objective_after"] < told["objective_before"]
+        moved = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), after, before)
+        assert max(jax.tree.leaves(moved)) > 0  # and is not given up
+
+
 @pytest.mark.parametrize("kl_scale", [1.0, 1e3, 1e6])
 def test_qe_preconditioned_never_ends_above_its_start(kl_scale, small):
     """Even where the Q step is far too long, and no step at all is the best one."""
