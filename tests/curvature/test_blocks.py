@@ -51,6 +51,14 @@ def test_eigen_solve_solves_the_scaled_matrix_plus_damping(block, stack, rng, x6
         assert_close(eigen_solve(f, v, damping, c), expected, rtol=1e-10, atol=1e-10)
 
 
+@fewer_stacks
+def test_damping_a_dense_block_adds_to_the_diagonal_of_each_of_its_matrices(stack, rng, x64):
+    f = dense.random_factors(Dense(), rng, stack)
+    damped = Dense().damp(f, 0.3)
+    assert_close(damped, f + 0.3 * np.eye(f.shape[-1]))
+    assert Dense().damp(f.astype(jnp.float32), 0.3).dtype == jnp.float32
+
+
 @each_block
 def test_eigen_solve_scales_by_one_unless_told(block, rng, x64):
     f, v = dense.random_factors(block, rng), dense.random_direction(block, rng)
