@@ -18,7 +18,7 @@ def tiled_convolution(
 
     A tile of the output is a linear function of the tile of the input that its windows cover. Cut
     so, the products with zeros cost less than what XLA's convolutions lose on a CPU where channels
-    are few: a step of the paper's network takes a quarter of the time. It is for
+    are few: a gradient of the paper's network takes less than a third of the time. It is for
     ``nn.Conv(..., padding="VALID", conv_general_dilated=tiled_convolution)``, which goes on being
     a convolution to whoever looks at the model.
 

@@ -221,7 +221,8 @@ def tuned(problem: Problem, records: Sequence[Record], method: str) -> float:
 def counted(problem: Problem, records: Sequence[Record], method: str) -> list[Record]:
     """The runs of a method that count: not those of its tuning, nor any at another rate."""
     others = [r for r in records if r["method"] == method and r["seed"] != _TUNING_SEED]
-    return [r for r in others if r["rate"] == tuned(problem, records, method)]
+    best = tuned(problem, records, method) if others else None
+    return [r for r in others if r["rate"] == best]
 
 
 def _read(log: Path) -> list[Record]:
