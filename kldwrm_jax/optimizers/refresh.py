@@ -62,7 +62,7 @@ class Curvature(NamedTuple):
     b: dict[str, Factors] | None  # B_k, undamped, if it is wanted
     own: Direction | None  # the direction, where that of a refresh has a B_k of its own
     refreshed: jax.Array  # bool []: statistics were taken in
-    rejected: jax.Array  # bool []: they were not finite, and nothing has changed
+    rejected: jax.Array  # bool []: they, or their inverses, were not finite: the old ones stay
     outlier: jax.Array  # bool []: some block's were absurd, and kept out
     anew: jax.Array  # bool (blocks,): the average, and with it the wake, begins anew
 
@@ -122,8 +122,8 @@ class Refresh:
     ) -> tuple[Curvature, Direction]:
         """The curvature for this step, refreshed if that is due, and the direction it gives.
 
-        Statistics and inverses that are not finite, or come with a gradient that is not, are not
-        taken in: the last good ones stay.
+        Statistics that are not finite, or come with a gradient that is not, are not taken in; nor
+        are inverses that are not finite: the last good ones stay.
         """
         rho, gamma = jnp.asarray(self.rho, float), jnp.asarray(self.damping, float)
         at = Setting(gamma, lr, rho, first=state.monitor.refreshes == 0)
@@ -173,34 +173,32 @@ class Refresh:
                 b = f_bar if self.wants_b else None
                 return accept_if(sifted.finite, old._replace(factors=f_bar, b=b))
 
-            def invert() -> Curvature:
-                b, own = f_bar, None
-                if quadratic is None:
-                    caches = [state.inverses[name] for name in names]
-                    damping = self.solver.damping
-                    caches = self.inverse.make(damping, kinds, averages, gamma, caches)
-                else:
-                    caches, operators = quadratic.refresh(kinds, averages, sifted.factors, at)
-                    own = _direct(blocks, operators, *right_sides(sifted.anew))
-                    b = f_bar | dict(zip(names, sifted.factors, strict=True))
+            def solve_too(quadratic: QuadraticSolver) -> Curvature:
+                caches, operators = quadratic.refresh(kinds, averages, sifted.factors, at)
+                own = _direct(blocks, operators, *right_sides(sifted.anew))
+                b = f_bar | dict(zip(names, sifted.factors, strict=True))
                 inverses = state.inverses | dict(zip(names, caches, strict=True))
                 new = old._replace(
                     factors=f_bar, inverses=inverses, b=b if self.wants_b else None, own=own
                 )
                 return accept_if(sifted.finite & _all_finite((caches, own)), new)
 
-            if self.inverse.stagger:
+            if quadratic is None:
                 return average_only()
             if self.inverse.every is None:
-                return invert()
-            return jax.lax.cond(state.count % self.inverse.every == 0, invert, average_only)
+                return solve_too(quadratic)
+            return jax.lax.cond(
+                state.count % self.inverse.every == 0, lambda: solve_too(quadratic), average_only
+            )
 
         if isinstance(self.every, numbers.Integral) and self.every == 1:
             curvature = refresh()
         else:
             due = state.count % jnp.asarray(self.every, state.count.dtype) == 0
             curvature = jax.lax.cond(due, refresh, keep)
-        if self.inverse.stagger:
+        if quadratic is None:
+            # A branch of its own: what the statistics needed is free by now, and a step needs the
+            # less memory at once, with or without a refresh.
             curvature = self._take_turns(blocks, state, curvature, gamma)
         return curvature, curvature.own or solve(curvature.inverses, curvature.anew)
 
@@ -220,10 +218,14 @@ class Refresh:
     ) -> Curvature:
         """Inverts the blocks whose turn it is; all of them after the first refresh."""
         first = curvature.refreshed & (state.monitor.refreshes == 0)
-        started, phase = state.monitor.refreshes > 0, state.count % self._period
+        phase = state.count % jnp.asarray(self._period, state.count.dtype)
+        if self.inverse.stagger:
+            planned, ready = turns(blocks, self._period), state.monitor.refreshes > 0
+        else:
+            planned, ready = [Turn(tuple(blocks), range(1))], curvature.refreshed
         inverses, failed = dict(curvature.inverses), jnp.zeros((), bool)
-        for turn in turns(blocks, self._period):
-            due = started & (phase >= turn.steps.start) & (phase < turn.steps.stop)
+        for turn in planned:
+            due = ready & (phase >= turn.steps.start) & (phase < turn.steps.stop)
             mine = [block.name for block in turn.blocks]
             factors, old = ([t[name] for name in mine] for t in (curvature.factors, inverses))
             lower = jnp.where(first, 0, phase - turn.steps.start)
