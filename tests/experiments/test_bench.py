@@ -82,6 +82,11 @@ def test_every_round_is_compared_with_its_neighbour_and_the_median_counts():
     assert timing.slowest == 8.0
 
 
+def test_the_slowest_step_is_one_that_is_slow_in_most_rounds():
+    timing = Timing(((9.0, 2.0), (1.0, 2.0), (1.0, 9.0)), ((1.0, 1.0),) * 3)
+    assert timing.slowest == 2.0
+
+
 def test_the_base_runs_right_before_every_subject():
     order = []
 
