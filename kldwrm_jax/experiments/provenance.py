@@ -11,6 +11,13 @@ import numpy as np
 
 from kldwrm_jax.paths import leaves_by_path
 
+# What sets the threads and the memory of a process before it starts.
+_VARIABLES = (
+    "XLA_FLAGS",
+    "OPENBLAS_NUM_THREADS",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+)
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "kldwrm_jax", "kfac-jax")
 
 
@@ -33,6 +40,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "backend": jax.default_backend(),
         "devices": [device.device_kind for device in jax.devices()],
+        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
 
 
