@@ -171,15 +171,38 @@ def test_a_huge_but_finite_gradient_does_not_jam_the_optimizer(training, size):
     assert kw.diagnostics(state)["steps"] > 290
 
 
-def test_a_singular_block_without_damping_is_refused():
+UNDAMPED = {
+    "kfac": lambda layers, **own: kw.kfac(layers, 0.1, damping_mode="factored", damping=0.0, **own),
+    "q": lambda layers, **own: kw.q_kldwrm(layers, 0.1, damping=0.0, **own),
+}
+
+
+@pytest.mark.parametrize("name", UNDAMPED)
+def test_a_singular_block_without_damping_is_refused(name):
     """A constant input makes a singular factor; with no damping there is no inverse."""
     problem = small_nets.problem(norm=False)
     zeros = dataclasses.replace(problem, x=np.zeros_like(problem.x))
-    tx = kw.q_kldwrm(problem.layers, 0.1, damping=0.0)
+    tx = UNDAMPED[name](problem.layers)
     params, state = small_nets.jit(zeros.step(tx))(problem.params, tx.init(problem.params), 0)
     assert_same(params, problem.params)
     assert kw.diagnostics(state)["rejected_refreshes"] == 1
     assert kw.diagnostics(state)["steps"] == 0
+
+
+@pytest.mark.parametrize("name", UNDAMPED)
+def test_an_inversion_that_fails_later_leaves_the_last_inverses_and_training_goes_on(name):
+    problem = small_nets.problem(norm=False)
+    zeros = dataclasses.replace(problem, x=np.zeros_like(problem.x))
+    tx = UNDAMPED[name](problem.layers, rho=0.0, refresh_every=1)
+    good, bad = (small_nets.jit(own.step(tx)) for own in (problem, zeros))
+    params, before = good(problem.params, tx.init(problem.params), 0)
+    params, state = bad(params, before, 1)
+    assert kw.diagnostics(state)["rejected_refreshes"] == 1
+    assert_same(state.inverses, before.inverses)
+    params, state = good(params, state, 2)
+    assert kw.diagnostics(state)["rejected_refreshes"] == 1
+    assert kw.diagnostics(state)["steps"] == 3
+    assert_finite(params, state)
 
 
 def test_a_diverging_inner_solver_leaves_the_q_step():
