@@ -191,7 +191,7 @@ def test_a_singular_block_without_damping_is_refused(name):
 
 @pytest.mark.parametrize("name", UNDAMPED)
 def test_an_inversion_that_fails_later_leaves_the_last_inverses_and_training_goes_on(name):
-    problem = small_nets.problem(norm=False)
+    problem = small_nets.problem(kw.Gaussian(), norm=False)
     zeros = dataclasses.replace(problem, x=np.zeros_like(problem.x))
     tx = UNDAMPED[name](problem.layers, rho=0.0, refresh_every=1)
     good, bad = (small_nets.jit(own.step(tx)) for own in (problem, zeros))
