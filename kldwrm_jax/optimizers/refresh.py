@@ -170,8 +170,9 @@ class Refresh:
                 return optax.tree.where(good, new, old._replace(rejected=usable & ~good))
 
             def average_only() -> Curvature:
+                own = None if quadratic is None else solve(state.inverses, sifted.anew)
                 b = f_bar if self.wants_b else None
-                return accept_if(sifted.finite, old._replace(factors=f_bar, b=b))
+                return accept_if(sifted.finite, old._replace(factors=f_bar, b=b, own=own))
 
             def solve_too(quadratic: QuadraticSolver) -> Curvature:
                 caches, operators = quadratic.refresh(kinds, averages, sifted.factors, at)

@@ -9,6 +9,7 @@ import pytest
 import small_nets
 
 import kldwrm_jax as kw
+from kldwrm_jax.curvature.outliers import PATIENCE
 
 COMMON = {"learning_rate": 0.3, "refresh_every": 2}
 MAKE = {
@@ -217,3 +218,18 @@ def test_a_diverging_inner_solver_leaves_the_q_step():
     assert_close(params, expected)
     assert_finite(params, state)
     assert not np.isfinite(kw.diagnostics(state)["objective_after"])
+
+
+@pytest.mark.parametrize("name", ["so", "q", "qe"])
+def test_where_averages_begin_anew_between_inversions_the_step_forgets_the_wake(name):
+    problem = small_nets.problem(norm=False)
+    make, arguments = MAKE[name]
+    tx = make(problem.layers, **arguments | {"inverse": kw.Inverse(every=4)})
+    step = small_nets.jit(problem.step(tx))
+    params, state = problem.params, tx.init(problem.params)
+    for k in range(2):
+        params, state = step(params, state, k)
+    tiny = jax.tree.map(lambda x: 1e-15 * x, state.factors)
+    state = state._replace(factors=tiny, strange=np.full_like(state.strange, PATIENCE - 1))
+    forgetful = state._replace(pull=jax.tree.map(np.zeros_like, state.pull))
+    assert_same(step(params, state, 2)[0], step(params, forgetful, 2)[0])
