@@ -18,9 +18,8 @@ def tiled_convolution(
 
     A tile of the output is a linear function of the tile of the input that its windows cover. Cut
     so, the products with zeros cost less than what XLA's convolutions lose on a CPU where channels
-    are few: a gradient of the paper's network takes less than a third of the time. It is for
-    ``nn.Conv(..., padding="VALID", conv_general_dilated=tiled_convolution)``, which goes on being
-    a convolution to whoever looks at the model.
+    are few. It is for ``nn.Conv(..., padding="VALID", conv_general_dilated=tiled_convolution)``,
+    which goes on being a convolution to whoever looks at the model.
 
     Args:
       x: (batch, height, width, channels).
@@ -28,60 +27,91 @@ def tiled_convolution(
       window_strides: must be 1.
       padding: must be ``"VALID"``.
     """
+    tiles = _in_tiles(x, kernel, window_strides, padding, multiple=1)
+    batch, rows, columns, height, width, features = tiles.shape
+    image = tiles.transpose(0, 1, 3, 2, 4, 5)
+    return image.reshape(batch, rows * height, columns * width, features)
+
+
+def convolution_to_pool(
+    x: jax.Array, kernel: jax.Array, window_strides: Any, padding: Any, **others: Any
+) -> jax.Array:
+    """A tiled convolution that leaves its output in tiles, for :func:`max_pool` to put together.
+
+    So nothing is moved before it is pooled. What an odd size leaves over is not computed: pooling
+    would drop it.
+
+    Args:
+      x: as :func:`tiled_convolution` has them, and the others, too.
+      kernel: see there.
+      window_strides: see there.
+      padding: see there.
+
+    Returns:
+      (batch, rows of tiles, columns of tiles, place in a 2 x 2 window, windows in a tile, features)
+    """
+    tiles = _in_tiles(x, kernel, window_strides, padding, multiple=2)
+    batch, rows, columns, _, width, features = tiles.shape
+    return tiles.reshape(batch, rows, columns, 4, width // 2, features)
+
+
+def max_pool(x: jax.Array) -> jax.Array:
+    """Pools what :func:`convolution_to_pool` gives; of equal entries the first has the gradient.
+
+    As ``nn.max_pool`` has it, whose gradient is slow on a CPU. Dividing it among equals instead, as
+    ``jnp.max`` does, would change the curvature: windows of background are full of equals.
+    """
+
+    def larger(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.where(a >= b, a, b)
+
+    batch, rows, columns, _, width, features = x.shape
+    x = x.reshape(batch, rows, columns, 4, width * features)  # in long runs of memory
+    x = larger(larger(x[..., 0, :], x[..., 1, :]), larger(x[..., 2, :], x[..., 3, :]))
+    return x.reshape(batch, rows, columns * width, features)
+
+
+def _in_tiles(
+    x: jax.Array, kernel: jax.Array, window_strides: Any, padding: Any, multiple: int
+) -> jax.Array:
+    """(batch, rows of tiles, columns of tiles, tile height, tile width, features).
+
+    With ``multiple`` 2, the even places of a tile's width stand before the odd ones.
+    """
     if set(window_strides) != {1} or padding != "VALID":
         raise ValueError(
             f"a tiled convolution has window_strides (1, 1) and padding 'VALID', got "
             f"{window_strides} and {padding!r}"
         )
-    batch, height, width, _ = x.shape
-    kernel_height, kernel_width, _, features = kernel.shape
-    rows, row_band = _tiles(height, kernel_height, largest=2)
-    columns, column_band = _tiles(width, kernel_width, largest=8)
+    rows, row_band = _tiles(x.shape[1], kernel.shape[0], 2, multiple)
+    columns, column_band = _tiles(x.shape[2], kernel.shape[1], 8, multiple)
+    order = np.arange(column_band.shape[1]).reshape(-1, multiple).T.reshape(-1)
     matrix = jnp.einsum(
         "hai,wbj,ijcf->hwcabf",
         row_band.astype(kernel.dtype),
-        column_band.astype(kernel.dtype),
+        column_band[:, order].astype(kernel.dtype),
         kernel,
         precision="highest",
     )
-    tiles = jnp.stack([x[:, r, c].reshape(batch, -1) for r in rows for c in columns], axis=1)
-    tile_height, tile_width = row_band.shape[1], column_band.shape[1]
-    out = tiles @ matrix.reshape(tiles.shape[-1], -1)
-    out = out.reshape(batch, len(rows), len(columns), tile_height, tile_width, features)
-    return out.transpose(0, 1, 3, 2, 4, 5).reshape(
-        batch, len(rows) * tile_height, len(columns) * tile_width, features
-    )
+    tiles = [x[:, r, c].reshape(len(x), -1) for r in rows for c in columns]
+    covered = tiles[0].shape[1]
+    # A product of two matrices: with a third axis, its gradient would move everything about.
+    out = jnp.stack(tiles, axis=1).reshape(-1, covered) @ matrix.reshape(covered, -1)
+    return out.reshape(len(x), len(rows), len(columns), *matrix.shape[3:])
 
 
-def _tiles(size: int, window: int, largest: int) -> tuple[list[slice], np.ndarray]:
+def _tiles(size: int, window: int, largest: int, multiple: int) -> tuple[list[slice], np.ndarray]:
     """Along one axis: what each tile of the output covers, and which input meets which weight.
 
     The latter is 1 at (place in the covered input, place in the tile, place in the window) where
-    the three meet, and 0 elsewhere.
+    the three meet, and 0 elsewhere. Tiles, and so what is computed, are multiples of ``multiple``.
     """
-    out = size - window + 1
-    tile = max(n for n in range(1, largest + 1) if out % n == 0)
+    out = (size - window + 1) // multiple * multiple
+    tile = max(n for n in range(multiple, largest + 1, multiple) if out % n == 0)
     covered = tile + window - 1
     meets = np.arange(tile)[:, None] + np.arange(window)
     band = np.arange(covered)[:, None, None] == meets
     return [slice(start, start + covered) for start in range(0, out, tile)], band
-
-
-def max_pool(x: jax.Array) -> jax.Array:
-    """Pools 2 x 2 windows; of equal entries the first has the gradient.
-
-    As ``nn.max_pool`` has it, whose gradient is slow on a CPU. Dividing it among equals instead, as
-    ``jnp.max`` does, would change the curvature: windows of background are full of equals.
-    """
-    batch, height, width, channels = x.shape
-    x = x[:, : height // 2 * 2, : width // 2 * 2]
-    x = x.reshape(batch, height // 2, 2, width // 2, 2, channels)
-
-    def larger(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.where(a >= b, a, b)
-
-    top = larger(x[:, :, 0, :, 0], x[:, :, 0, :, 1])
-    return larger(top, larger(x[:, :, 1, :, 0], x[:, :, 1, :, 1]))
 
 
 def _uniform(fan_in: int) -> Callable[..., jax.Array]:
@@ -94,7 +124,9 @@ def _uniform(fan_in: int) -> Callable[..., jax.Array]:
     return init
 
 
-def _conv(features: int, size: int, x: jax.Array) -> jax.Array:
+def _conv(
+    features: int, size: int, x: jax.Array, convolution: Callable[..., jax.Array]
+) -> jax.Array:
     init = _uniform(size * size * x.shape[-1])
     return nn.Conv(
         features,
@@ -102,7 +134,7 @@ def _conv(features: int, size: int, x: jax.Array) -> jax.Array:
         padding="VALID",
         kernel_init=init,
         bias_init=init,
-        conv_general_dilated=tiled_convolution,
+        conv_general_dilated=convolution,
     )(x)
 
 
@@ -120,7 +152,7 @@ class PaperCNN(nn.Module):
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         """Logits; ``train`` turns dropout on."""
         for features in (5, 7):
-            x = nn.relu(max_pool(_conv(features, 5, x)))
+            x = nn.relu(max_pool(_conv(features, 5, x, convolution_to_pool)))
         x = nn.relu(_dense(30, x.reshape(x.shape[0], -1)))
         x = nn.Dropout(0.5, deterministic=not train)(x)
         return _dense(self.classes, x)
@@ -134,8 +166,8 @@ class SmallCNN(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         """Logits; there is no dropout."""
-        x = max_pool(nn.relu(_conv(16, 3, x)))
-        x = nn.relu(_conv(24, 2, x))
+        x = max_pool(nn.relu(_conv(16, 3, x, convolution_to_pool)))
+        x = nn.relu(_conv(24, 2, x, tiled_convolution))
         x = nn.relu(_dense(32, x.reshape(x.shape[0], -1)))
         return _dense(self.classes, x)
 

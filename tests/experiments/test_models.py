@@ -69,19 +69,39 @@ def test_the_fast_network_is_the_plain_one_curvature_and_dropout_included(fast):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), ours, plain)
 
 
-def test_pooling_is_that_of_flax_gradient_and_odd_sizes_included():
-    x = jnp.round(jax.random.normal(jax.random.key(0), (2, 7, 6, 3)))  # many equals
-    weights = jax.random.normal(jax.random.key(1), (2, 3, 3, 3))
+@pytest.mark.parametrize("shape", [(2, 12, 28, 3), (3, 9, 11, 1), (2, 6, 12, 2)])
+def test_convolution_and_pooling_are_those_of_flax_gradients_and_odd_sizes_included(shape):
+    def sum_of(x, kernel, by_flax, weights):
+        conv = nn.Conv(
+            4,
+            (4, 3),
+            padding="VALID",
+            use_bias=False,
+            conv_general_dilated=None if by_flax else models.convolution_to_pool,
+        )
+        out = conv.apply({"params": {"kernel": kernel}}, x)
+        pooled = nn.max_pool(out, (2, 2), strides=(2, 2)) if by_flax else models.max_pool(out)
+        return (weights * pooled).sum(), pooled
 
-    def flax_pool(x):
-        return nn.max_pool(x, (2, 2), strides=(2, 2))
+    def small_integers(seed, shape):  # many equals, and exact sums
+        return jax.random.randint(jax.random.key(seed), shape, -1, 2).astype(float)
 
-    np.testing.assert_array_equal(models.max_pool(x), flax_pool(x))
-    ours, theirs = (
-        jax.grad(lambda x, pool=pool: (weights * pool(x)).sum())(x)
-        for pool in (models.max_pool, flax_pool)
+    x, kernel = small_integers(0, shape), small_integers(1, (4, 3, shape[-1], 4))
+    weights = small_integers(2, (shape[0], (shape[1] - 3) // 2, (shape[2] - 2) // 2, 4))
+    compiled = small_nets.jit(jax.grad(sum_of, argnums=(0, 1), has_aux=True), static_argnums=2)
+    ours, theirs = (compiled(x, kernel, by_flax, weights) for by_flax in (False, True))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(2, 12, 28, 3), (3, 9, 11, 1), (2, 6, 12, 2)])
+def test_a_tiled_convolution_is_that_of_flax(shape):
+    x = jax.random.normal(jax.random.key(0), shape)
+    own, tiled = (
+        nn.Conv(4, (4, 3), padding="VALID", conv_general_dilated=convolution)
+        for convolution in (None, models.tiled_convolution)
     )
-    np.testing.assert_array_equal(ours, theirs)
+    params = own.init(jax.random.key(1), x)
+    np.testing.assert_allclose(tiled.apply(params, x), own.apply(params, x), rtol=0, atol=1e-5)
 
 
 def test_a_tiled_convolution_refuses_what_it_cannot_do():
