@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from kldwrm_jax.experiments.errors import UsageError
 from kldwrm_jax.experiments.progress import Format, Screen
 from kldwrm_jax.experiments.recipes import PAPER_SETTINGS, Count, PaperSetting, Setting
 from kldwrm_jax.experiments.runs import Record, Run
-from kldwrm_jax.experiments.table import Rule, summarise
+from kldwrm_jax.experiments.table import Rule, difference, summarise
 from kldwrm_jax.experiments.training import Spec
 
 RULE = Rule()
@@ -46,6 +47,11 @@ class Group:
     def finished(self) -> tuple[Run, ...]:
         """Runs that came to their last epoch; the others are in figures, not in tables."""
         return tuple(run for run in self.runs if run.finished)
+
+    @property
+    def problem(self) -> tuple:
+        """What groups share that can be compared."""
+        return tuple(self.runs[0].header[name] for name in ("dataset", "model", "epochs"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,6 +103,7 @@ def write(folder: Path, chosen: Sequence[str], screen: Screen) -> Path:
     for protocol in chosen:
         parts.append(f"## Protocol `{protocol}`: {runs.PROTOCOLS[protocol]}")
         parts.append(_markdown(groups, protocol))
+        parts += _differences(groups, protocol)
         parts += [f"![{path.stem}]({path.name})" for path in _figures(groups, protocol, out)]
         _show(groups, protocol, screen)
     path = out / "report.md"
@@ -214,6 +221,25 @@ def _markdown(groups: Sequence[Group], protocol: str) -> str:
         cells = [row["setting"], str(row["runs"]), *(_text(name, row[name]) for name in COLUMNS)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _differences(groups: Sequence[Group], protocol: str) -> list[str]:
+    """Pairs of settings that can be compared; of the paper's, the best of each solver."""
+    several = [g for g in groups if len(g.finished) > 1 and (g.paper is None or g.paper.best)]
+    lines = []
+    for one, other in itertools.combinations(several, 2):
+        if one.problem == other.problem:
+            found = difference(one.finished, other.finished, protocol)
+            p = _number(runs.number(found.p), 3)
+            lines.append(f"| {one.label} | {other.label} | {found.points:+.2f} | {p} |")
+    if not lines:
+        return []
+    head = "| setting | against | mean accuracy, points | p |\n|---|---|---|---|\n"
+    return [
+        f"Differences after the last epoch, and p by Welch's t test; nothing makes up for there "
+        f"being {len(lines)} comparisons.",
+        head + "\n".join(lines),
+    ]
 
 
 def _figures(groups: Sequence[Group], protocol: str, out: Path) -> list[Path]:

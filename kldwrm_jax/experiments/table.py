@@ -1,9 +1,11 @@
-"""The nine numbers of the paper's Table 1, one of ours, and the paper's rules for counting runs."""
+"""The nine numbers of the paper's Table 1 and its rules for counting runs; and what we add."""
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from kldwrm_jax.experiments.runs import Run
 
@@ -69,7 +71,7 @@ def summarise(runs: Sequence[Run], protocol: str, rule: Rule) -> Summary:
     """A row of Table 1 from runs of one setting, all of them finished."""
     accuracy = [run.curve("accuracy", protocol) for run in runs]
     loss = [run.curve("loss", protocol) for run in runs]
-    last_accuracy = 100 * np.array([curve[-1] for curve in accuracy])
+    last_accuracy = _last_accuracy(runs, protocol)
     last_loss = np.array([curve[-1] for curve in loss])
     return Summary(
         sum(rule.accuracy(curve, 0.98) for curve in accuracy),
@@ -83,6 +85,30 @@ def summarise(runs: Sequence[Run], protocol: str, rule: Rule) -> Summary:
         _deviation(last_loss),
         float(np.median([_first_epoch(curve, 0.98) for curve in accuracy])),
     )
+
+
+class Difference(NamedTuple):
+    """Of two settings' mean accuracies after the last epoch, in percentage points.
+
+    ``p``: how likely one this large, either way, is to come of the seeds alone (Welch's t test);
+    nan where neither has a spread.
+    """
+
+    points: float
+    p: float
+
+
+def difference(some: Sequence[Run], others: Sequence[Run], protocol: str) -> Difference:
+    """The first's mean minus the second's, two or more finished runs each."""
+    a, b = _last_accuracy(some, protocol), _last_accuracy(others, protocol)
+    moments = [m for x in (a, b) for m in (x.mean(), x.std(ddof=1), len(x))]
+    known = np.ptp(a) or np.ptp(b)
+    p = stats.ttest_ind_from_stats(*moments, equal_var=False).pvalue if known else np.nan
+    return Difference(float(a.mean() - b.mean()), float(p))
+
+
+def _last_accuracy(runs: Sequence[Run], protocol: str) -> np.ndarray:
+    return 100 * np.array([run.curve("accuracy", protocol)[-1] for run in runs])
 
 
 def _first_epoch(accuracy: Sequence[float], threshold: float) -> float:

@@ -31,10 +31,14 @@ def write_paper(folder, entries):
 
 
 @pytest.fixture
-def sixteen(tmp_path, monkeypatch):
-    """All the paper's settings, without figures."""
+def no_figures(monkeypatch):
     for name in ("every_seed", "by_protocol"):
         monkeypatch.setattr(report.figures, name, lambda path, *args: path)
+
+
+@pytest.fixture
+def sixteen(tmp_path, no_figures):
+    """All the paper's settings, without figures."""
     write_paper(tmp_path, recipes.PAPER_SETTINGS)
     return tmp_path
 
@@ -42,9 +46,8 @@ def sixteen(tmp_path, monkeypatch):
 def test_the_table_has_the_papers_nine_columns_with_its_numbers_beside_ours_and_one_more(sixteen):
     path = report.write(sixteen, ("paper", "corrected"), screen())
     text = path.read_text()
-    table = [line for line in text.splitlines() if line.startswith("|")]
+    table = [line for line in text.splitlines() if line.count("|") == 2 + 9 + 1 + 1]
     assert len(table) == 2 * (2 + 16)
-    assert all(line.count("|") == 2 + 9 + 1 + 1 for line in table)
     assert table[2].split("|")[1].strip() == "K-FAC: ρ = 0.33"
     assert "| 97.00 (95.42) | 0.00 (3.73) | 0.300 (0.28) | 0.000 (0.09) |" in table[2]
     assert "| 0 (7/8) |" in table[2 + 5]
@@ -52,6 +55,30 @@ def test_the_table_has_the_papers_nine_columns_with_its_numbers_beside_ours_and_
     assert table[2].endswith("| – |")  # two epochs do not get to 98 %
     assert "0.1 percentage points" in text
     assert "Unfinished runs" in text
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_best_settings_on_one_problem_are_compared_in_pairs(tmp_path):
+    kfac, so, q = [entry for entry in recipes.PAPER_SETTINGS if entry.best][:3]
+    sgd, worse = recipes.setting("sgd"), recipes.setting("kfac", {"rho": 0.33})
+    for name, setting, accuracies, dataset in (
+        ("a", kfac.setting, [0.95, 0.96, 0.97], "mnist"),
+        ("b", so.setting, [0.97, 0.98, 0.99], "mnist"),
+        ("c", q.setting, [0.9], "mnist"),  # one run has no spread
+        ("d", sgd, [0.90, 0.92, 0.97], "mnist"),
+        ("e", worse, [0.1, 0.2], "mnist"),  # not the best of its solver
+        ("f", kfac.setting, [0.7, 0.8], "fashion-mnist"),
+    ):
+        for seed, accuracy in enumerate(accuracies):
+            made_runs.write(tmp_path / name, seed, [accuracy], setting=setting, dataset=dataset)
+    text = report.write(tmp_path, ("paper",), screen()).read_text()
+    pairs = [line.strip("| ").split(" | ") for line in text.splitlines() if line.count("|") == 5]
+    assert [pair[:3] for pair in pairs[2:]] == [
+        [kfac.label, so.label, "-2.00"],
+        [kfac.label, "SGD with momentum: mnist, paper-cnn", "+3.00"],
+        [so.label, "SGD with momentum: mnist, paper-cnn", "+5.00"],
+    ]
+    assert "3 comparisons" in text
 
 
 def test_figures_are_drawn_for_every_solver_and_linked(tmp_path):

@@ -2,7 +2,7 @@ import made_runs
 import numpy as np
 import pytest
 
-from kldwrm_jax.experiments.table import Rule, summarise
+from kldwrm_jax.experiments.table import Rule, difference, summarise
 
 RULE = Rule(accuracy_margin=0.001, loss_margin=0.01, times=3)
 
@@ -69,3 +69,21 @@ def test_runs_most_of_which_never_have_98_percent_take_for_ever(tmp_path):
         made_runs.write(tmp_path, i, [0.9, x], loss=[1, 1]) for i, x in enumerate((0.99, 0.9, 0.9))
     ]
     assert np.isinf(summarise(made, "paper", RULE).epochs_to_98)
+
+
+def test_a_difference_has_the_p_of_welch(tmp_path):
+    """t and its degrees of freedom by hand; the distribution by sampling it."""
+    some, others = [0.95, 0.96, 0.98, 0.97], [0.97, 0.985, 0.98]
+    a, b = (
+        [made_runs.write(tmp_path / name, i, [x]) for i, x in enumerate(values)]
+        for name, values in (("a", some), ("b", others))
+    )
+    found = difference(a, b, "paper")
+    assert found.points == pytest.approx(100 * (np.mean(some) - np.mean(others)))
+    errors = [np.var(values, ddof=1) / len(values) for values in (some, others)]
+    t = (np.mean(some) - np.mean(others)) / np.sqrt(sum(errors))
+    freedom = sum(errors) ** 2 / (errors[0] ** 2 / 3 + errors[1] ** 2 / 2)
+    drawn = np.random.default_rng(0).standard_t(freedom, 200_000)
+    assert found.p == pytest.approx(np.mean(np.abs(drawn) >= abs(t)), abs=0.01)
+    assert difference(b, a, "paper").points == -found.points
+    assert np.isnan(difference([a[0]] * 2, [b[0]] * 2, "paper").p)
