@@ -230,15 +230,17 @@ def _differences(groups: Sequence[Group], protocol: str) -> list[str]:
     for one, other in itertools.combinations(several, 2):
         if one.problem == other.problem:
             found = difference(one.finished, other.finished, protocol)
-            p = _number(runs.number(found.p), 3)
-            lines.append(f"| {one.label} | {other.label} | {found.points:+.2f} | {p} |")
+            digits = {"p": 3, "ratio": 2, "ratio_p": 3}
+            numbers = (_number(runs.number(getattr(found, name)), n) for name, n in digits.items())
+            cells = [one.label, other.label, f"{found.points:+.2f}", *numbers]
+            lines.append(f"| {' | '.join(cells)} |")
     if not lines:
         return []
-    head = "| setting | against | mean accuracy, points | p |\n|---|---|---|---|\n"
+    heads = "setting", "against", "mean accuracy, points", "p", "deviation, ratio", "p"
     return [
-        f"Differences after the last epoch, and p by Welch's t test; nothing makes up for there "
-        f"being {len(lines)} comparisons.",
-        head + "\n".join(lines),
+        f"Differences after the last epoch: of means, with p by Welch's t test, and of deviations, "
+        f"with p by Brown and Forsythe's. Nothing makes up for there being {len(lines)} pairs.",
+        "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *lines]),
     ]
 
 

@@ -88,23 +88,30 @@ def summarise(runs: Sequence[Run], protocol: str, rule: Rule) -> Summary:
 
 
 class Difference(NamedTuple):
-    """Of two settings' mean accuracies after the last epoch, in percentage points.
+    """Of two settings' accuracies after the last epoch: of their means, and of their spreads.
 
-    ``p``: how likely one this large, either way, is to come of the seeds alone (Welch's t test);
-    nan where neither has a spread.
+    A ``p`` is how likely a difference as large, either way, is to come of the seeds alone; nan
+    where neither setting has a spread.
     """
 
-    points: float
-    p: float
+    points: float  # of the means, in percentage points
+    p: float  # Welch's t test
+    ratio: float  # of the deviations
+    ratio_p: float  # Brown and Forsythe's test
 
 
 def difference(some: Sequence[Run], others: Sequence[Run], protocol: str) -> Difference:
-    """The first's mean minus the second's, two or more finished runs each."""
+    """The first against the second, two or more finished runs each."""
     a, b = _last_accuracy(some, protocol), _last_accuracy(others, protocol)
-    moments = [m for x in (a, b) for m in (x.mean(), x.std(ddof=1), len(x))]
-    known = np.ptp(a) or np.ptp(b)
-    p = stats.ttest_ind_from_stats(*moments, equal_var=False).pvalue if known else np.nan
-    return Difference(float(a.mean() - b.mean()), float(p))
+    points, deviations = float(a.mean() - b.mean()), (_deviation(a), _deviation(b))
+    if not any(deviations):
+        return Difference(points, np.nan, np.nan, np.nan)
+    means = stats.ttest_ind_from_stats(
+        a.mean(), deviations[0], len(a), b.mean(), deviations[1], len(b), equal_var=False
+    )
+    spreads = stats.levene(a, b, center="median")
+    ratio = deviations[0] / deviations[1] if deviations[1] else np.inf
+    return Difference(points, float(means.pvalue), ratio, float(spreads.pvalue))
 
 
 def _last_accuracy(runs: Sequence[Run], protocol: str) -> np.ndarray:

@@ -71,19 +71,46 @@ def test_runs_most_of_which_never_have_98_percent_take_for_ever(tmp_path):
     assert np.isinf(summarise(made, "paper", RULE).epochs_to_98)
 
 
-def test_a_difference_has_the_p_of_welch(tmp_path):
+@pytest.fixture
+def two_settings(tmp_path):
+    values = [0.95, 0.96, 0.98, 0.97], [0.97, 0.985, 0.98]
+    made = [
+        [made_runs.write(tmp_path / str(k), i, [x]) for i, x in enumerate(accuracies)]
+        for k, accuracies in enumerate(values)
+    ]
+    return made, [100 * np.array(accuracies) for accuracies in values]
+
+
+def test_a_difference_of_means_has_the_p_of_welch(two_settings):
     """t and its degrees of freedom by hand; the distribution by sampling it."""
-    some, others = [0.95, 0.96, 0.98, 0.97], [0.97, 0.985, 0.98]
-    a, b = (
-        [made_runs.write(tmp_path / name, i, [x]) for i, x in enumerate(values)]
-        for name, values in (("a", some), ("b", others))
-    )
+    (a, b), (x, y) = two_settings
     found = difference(a, b, "paper")
-    assert found.points == pytest.approx(100 * (np.mean(some) - np.mean(others)))
-    errors = [np.var(values, ddof=1) / len(values) for values in (some, others)]
-    t = (np.mean(some) - np.mean(others)) / np.sqrt(sum(errors))
+    assert found.points == pytest.approx(x.mean() - y.mean())
+    errors = [np.var(values, ddof=1) / len(values) for values in (x, y)]
+    t = found.points / np.sqrt(sum(errors))
     freedom = sum(errors) ** 2 / (errors[0] ** 2 / 3 + errors[1] ** 2 / 2)
     drawn = np.random.default_rng(0).standard_t(freedom, 200_000)
     assert found.p == pytest.approx(np.mean(np.abs(drawn) >= abs(t)), abs=0.01)
     assert difference(b, a, "paper").points == -found.points
-    assert np.isnan(difference([a[0]] * 2, [b[0]] * 2, "paper").p)
+
+
+def test_a_difference_of_spreads_is_a_difference_of_mean_distances_from_the_median(two_settings):
+    """Brown and Forsythe: an analysis of variance of those distances, here of two groups."""
+    (a, b), values = two_settings
+    found = difference(a, b, "paper")
+    assert found.ratio == pytest.approx(np.std(values[0], ddof=1) / np.std(values[1], ddof=1))
+    distances = [np.abs(x - np.median(x)) for x in values]
+    whole = np.concatenate(distances)
+    between = sum(len(d) * (d.mean() - whole.mean()) ** 2 for d in distances)
+    within = sum(((d - d.mean()) ** 2).sum() for d in distances)
+    f = between / (within / (len(whole) - 2))
+    drawn = np.random.default_rng(0).f(1, len(whole) - 2, 200_000)
+    assert found.ratio_p == pytest.approx(np.mean(drawn >= f), abs=0.01)
+
+
+def test_where_nothing_varies_nothing_is_known_of_a_difference(two_settings):
+    (a, b), (x, y) = two_settings
+    found = difference([a[0]] * 2, [b[0]] * 2, "paper")
+    assert found.points == pytest.approx(x[0] - y[0])
+    assert np.isnan(found[1:]).all()
+    assert np.isinf(difference(a, [b[0]] * 2, "paper").ratio)
