@@ -65,7 +65,8 @@ class Instrumented:
             same masks serve every question to this oracle.
           micro_batches: in how many parts the batch is gone through, one after another, to spare
             memory: gradients and statistics are those of the whole batch, as they would not be with
-            ``optax.MultiSteps``. Arguments whose first axis is as long as the batch are split.
+            ``optax.MultiSteps``. Arguments whose first axis is as long as the batch are split; give
+            one that is so by chance an axis of length one in front.
           **kwargs: keyword arguments of the model. Python bools, strings, None and callables among
             the arguments are part of the oracle's structure, not leaves.
 
