@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.description = (
         "Makes the paper's Table 1 with its nine columns, and its figures (test accuracy, test "
-        "loss, train loss; one line a seed), from all runs below a folder: RUNS/report/report.md "
-        "and PNG files beside it."
+        "loss, train loss; one line a seed), from all runs below a folder, and compares settings "
+        "in pairs: RUNS/report/report.md and PNG files beside it."
     )
     parser.add_argument("folder", type=Path, metavar="RUNS", help="the folder of some runs")
     parser.add_argument(
