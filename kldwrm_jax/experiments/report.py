@@ -213,34 +213,37 @@ def _number(value: float | str | None, digits: int) -> str:
 
 
 def _markdown(groups: Sequence[Group], protocol: str) -> str:
-    lines = [
-        "| " + " | ".join(["setting", "runs", *COLUMNS.values()]) + " |",
-        "|---" * (len(COLUMNS) + 2) + "|",
-    ]
-    for row in _rows(groups, protocol):
-        cells = [row["setting"], str(row["runs"]), *(_text(name, row[name]) for name in COLUMNS)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return _table(
+        ["setting", "runs", *COLUMNS.values()],
+        [
+            [row["setting"], str(row["runs"]), *(_text(name, row[name]) for name in COLUMNS)]
+            for row in _rows(groups, protocol)
+        ],
+    )
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
+    return "\n".join([lines[0], "|---" * len(heads) + "|", *lines[1:]])
 
 
 def _differences(groups: Sequence[Group], protocol: str) -> list[str]:
     """Pairs of settings that can be compared; of the paper's, the best of each solver."""
     several = [g for g in groups if len(g.finished) > 1 and (g.paper is None or g.paper.best)]
-    lines = []
+    rows = []
     for one, other in itertools.combinations(several, 2):
         if one.problem == other.problem:
             found = difference(one.finished, other.finished, protocol)
             digits = {"p": 3, "ratio": 2, "ratio_p": 3}
             numbers = (_number(runs.number(getattr(found, name)), n) for name, n in digits.items())
-            cells = [one.label, other.label, f"{found.points:+.2f}", *numbers]
-            lines.append(f"| {' | '.join(cells)} |")
-    if not lines:
+            rows.append([one.label, other.label, f"{found.points:+.2f}", *numbers])
+    if not rows:
         return []
     heads = "setting", "against", "mean accuracy, points", "p", "deviation, ratio", "p"
     return [
         f"Differences after the last epoch: of means, with p by Welch's t test, and of deviations, "
-        f"with p by Brown and Forsythe's. Nothing makes up for there being {len(lines)} pairs.",
-        "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *lines]),
+        f"with p by Brown and Forsythe's. Nothing makes up for there being {len(rows)} pairs.",
+        _table(heads, rows),
     ]
 
 

@@ -46,8 +46,10 @@ def sixteen(tmp_path, no_figures):
 def test_the_table_has_the_papers_nine_columns_with_its_numbers_beside_ours_and_one_more(sixteen):
     path = report.write(sixteen, ("paper", "corrected"), screen())
     text = path.read_text()
-    table = [line for line in text.splitlines() if line.count("|") == 2 + 9 + 1 + 1]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    table = [line for line in lines if line.count("|") == 2 + 9 + 1 + 1]
     assert len(table) == 2 * (2 + 16)
+    assert len(lines) - len(table) == 2 * (2 + 6)  # pairs of the four best
     assert table[2].split("|")[1].strip() == "K-FAC: ρ = 0.33"
     assert "| 97.00 (95.42) | 0.00 (3.73) | 0.300 (0.28) | 0.000 (0.09) |" in table[2]
     assert "| 0 (7/8) |" in table[2 + 5]
