@@ -2,16 +2,17 @@
 
 from kldwrm_jax import capture, curvature, wake
 from kldwrm_jax.capture import instrument, kl_report, tag
+from kldwrm_jax.curvature import Inverse
 from kldwrm_jax.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from kldwrm_jax.optimizers import (
-    Inverse,
-    TrainState,
     diagnostics,
     kfac,
+    precondition,
     q_kldwrm,
     qe_kldwrm,
     so_kldwrm,
 )
+from kldwrm_jax.train_state import TrainState
 
 __all__ = [
     "Bernoulli",
@@ -26,6 +27,7 @@ __all__ = [
     "instrument",
     "kfac",
     "kl_report",
+    "precondition",
     "q_kldwrm",
     "qe_kldwrm",
     "so_kldwrm",

@@ -149,7 +149,12 @@ class Categorical:
 
     def sample(self, key: jax.Array, outputs: jax.Array) -> jax.Array:
         """A class index for every sample."""
-        return jax.random.categorical(key, _full_precision(outputs))
+        # By the inverse of the distribution function: one random number per sample, where
+        # jax.random.categorical draws one per class and takes four times as long to compile.
+        cumulative = jnp.cumsum(jax.nn.softmax(_full_precision(outputs)), axis=-1)
+        u = jax.random.uniform(key, (*outputs.shape[:-1], 1), cumulative.dtype)
+        drawn = jnp.sum(cumulative <= u * cumulative[..., -1:], axis=-1)
+        return jnp.minimum(drawn, outputs.shape[-1] - 1)
 
     def symmetric_kl(self, outputs1: jax.Array, outputs2: jax.Array, xi: Scalar = 0.5) -> jax.Array:
         """Mixed KL divergence of every sample; symmetric at ``xi = 1/2``."""

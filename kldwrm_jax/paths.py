@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 Tree = TypeVar("Tree")
 Leaves = dict[str, jax.Array]  # leaves by their paths
@@ -29,3 +30,9 @@ def replace_leaves(tree: Tree, leaves: Mapping[str, jax.Array]) -> Tree:
     if not leaves:
         return tree
     return jax.tree_util.tree_map_with_path(lambda keys, x: leaves.get(path_of(keys), x), tree)
+
+
+def leaves_like(tree: Tree, leaves: Mapping[str, jax.Array]) -> Tree:
+    """Leaves in the structure and with the types of a tree of arrays."""
+    types = {path: jnp.asarray(x).dtype for path, x in leaves_by_path(tree).items()}
+    return replace_leaves(tree, {path: leaves[path].astype(types[path]) for path in types})

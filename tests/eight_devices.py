@@ -117,8 +117,8 @@ def data_parallel(name):
     others, other, step = problem.run(tx, sharded=True)
     assert_close(others, params, 1e-8)
     assert_close(remembered(other), remembered(state), 1e-7)
-    told, tell = kw.diagnostics(other), kw.diagnostics(state)
-    assert_close(told["objective_after"], tell["objective_after"], 1e-7)
+    scalars, tell = kw.diagnostics(other), kw.diagnostics(state)
+    assert_close(scalars["objective_after"], tell["objective_after"], 1e-7)
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves((others, other)))
     found = collectives(step, others, other, *problem.batch(0, True), jax.random.key(0))
     # What is summed over the batch is summed over devices, and nothing else travels.

@@ -10,12 +10,12 @@ import pytest
 from kldwrm_jax import wake
 from kldwrm_jax.curvature import (
     Dense,
-    Exact,
-    Factored,
+    ExactSolver,
+    FactoredDamping,
     Kronecker,
-    Linear,
-    Product,
-    Setting,
+    LinearSolver,
+    ProductDamping,
+    StepScalars,
     average,
 )
 
@@ -43,8 +43,8 @@ def problem(rng, period=1, dim=DIM):
 
 def operator_of_a_refresh(solver, block, f_bar, b, at):
     """The cache of a refresh, and its operator."""
-    if isinstance(solver, Linear):
-        (cache,) = solver.damping.invert([block], [f_bar], at.gamma)
+    if isinstance(solver, LinearSolver):
+        (cache,) = solver.damping_mode.invert([block], [f_bar], at.damping)
         return cache, solver.between(block, cache, at)
     (cache,), (operator,) = solver.refresh([block], [f_bar], [b], at)
     return cache, operator
@@ -76,7 +76,7 @@ def follow(
     model_gradient = pull = jnp.zeros_like(gradients[0])
     proposals, steps, pulls, g_hats = [], [], [], []
     for k, (g, lr) in enumerate(zip(gradients, lrs, strict=True)):
-        at = Setting(gamma, lr, rho, first=k == 0)
+        at = StepScalars(lr, rho, gamma, first=k == 0)
         if k % period == 0:
             f_bar = average(f_bar, refreshed[k // period], rho if k else 0.0)
             b = curvatures[k // period]
@@ -92,9 +92,9 @@ def follow(
         proposals.append(-v)
         steps.append(step)
         if taken:
-            fisher_step = solver.damping.multiply(block, f_bar, step, gamma)
+            fisher_step = solver.damping_mode.multiply(block, f_bar, step, gamma)
         else:
-            fisher_step = -operator.pull(h, v)
+            fisher_step = -operator.times_average(h, v)
         pull = wake.remember(rho, pull, fisher_step)
     return tuple(np.array(x) for x in (proposals, steps, pulls, g_hats))
 
@@ -130,7 +130,7 @@ def test_kfac_is_the_wake_with_a_momentum_model(rho, period, rng, x64):
     literal = [-0.3 * np.linalg.solve(f_bars[k], gradients[k]) for k in range(STEPS)]
 
     assert_steps_equal(brute_force.run(fishers, gradients, CONSTANT, rho, nu=rho), literal)
-    solver = Linear(Factored())
+    solver = LinearSolver(FactoredDamping())
     steps, *_ = follow(solver, refreshed, gradients, CONSTANT, rho, period=period, nu=rho)
     assert_steps_equal(steps, literal)
 
@@ -157,7 +157,9 @@ def test_so_kldwrm_is_proposition_4_1(rho, period, lrs, rng, x64):
         literal.append(-lr * np.linalg.solve(f_bars[k], g_hat))
 
     assert_steps_equal(brute_force.run(fishers, gradients, lrs, rho), literal)
-    steps, *_ = follow(Linear(Factored()), refreshed, gradients, lrs, rho, period=period)
+    steps, *_ = follow(
+        LinearSolver(FactoredDamping()), refreshed, gradients, lrs, rho, period=period
+    )
     assert_steps_equal(steps, literal)
 
 
@@ -188,7 +190,7 @@ def test_q_kldwrm_is_propositions_4_2_and_a_1(rho, period, lrs, model, rng, x64)
         brute_force.run(fishers, gradients, lrs, rho, curvatures=curvatures), literal
     )
     steps, _, _, followed = follow(
-        Exact(), refreshed, gradients, lrs, rho, period=period, curvatures=fresh
+        ExactSolver(), refreshed, gradients, lrs, rho, period=period, curvatures=fresh
     )
     assert_steps_equal(steps, literal)
     assert_steps_equal(followed, g_hats)
@@ -201,12 +203,14 @@ def test_the_linear_model_with_momentum_follows_the_minimiser(nu, rho, lrs, rng,
     nu = rho if nu == "rho" else nu
     fishers, gradients = problem(rng)
     expected = brute_force.run(fishers, gradients, lrs, rho, nu=nu)
-    steps, *_ = follow(Linear(Factored()), fishers, gradients, lrs, rho, nu=nu)
+    steps, *_ = follow(LinearSolver(FactoredDamping()), fishers, gradients, lrs, rho, nu=nu)
     assert_steps_equal(steps, expected)
 
 
 @pytest.mark.parametrize("take", [clip, stray])
-@pytest.mark.parametrize("solver", [Linear(Factored()), Exact()], ids=["so", "q"])
+@pytest.mark.parametrize(
+    "solver", [LinearSolver(FactoredDamping()), ExactSolver()], ids=["so", "q"]
+)
 @each_period
 @each_rho
 def test_the_taken_wake_is_right_for_any_steps(rho, period, solver, take, rng, x64):
@@ -215,7 +219,7 @@ def test_the_taken_wake_is_right_for_any_steps(rho, period, solver, take, rng, x
     fishers = brute_force.between_refreshes(refreshed, rho, period, STEPS)
     f_bars = brute_force.averages(fishers, rho)
     curvatures = None
-    if isinstance(solver, Exact):
+    if isinstance(solver, ExactSolver):
         curvatures = [f_bars[k] if k % period else refreshed[k // period] for k in range(STEPS)]
 
     proposals, steps, pulls, _ = follow(
@@ -229,7 +233,9 @@ def test_the_taken_wake_is_right_for_any_steps(rho, period, solver, take, rng, x
     assert_steps_equal(proposals, expected)
 
 
-@pytest.mark.parametrize("solver", [Linear(Factored()), Exact()], ids=["so", "q"])
+@pytest.mark.parametrize(
+    "solver", [LinearSolver(FactoredDamping()), ExactSolver()], ids=["so", "q"]
+)
 @each_rho
 def test_the_proposed_wake_is_that_of_the_minimisers_whatever_is_taken(rho, solver, rng, x64):
     """It is the exact wake of the path on which every minimiser would have been taken.
@@ -237,7 +243,7 @@ def test_the_proposed_wake_is_that_of_the_minimisers_whatever_is_taken(rho, solv
     The iterates of that path are imagined; its gradients are those met on the real one.
     """
     fishers, gradients = problem(rng)
-    curvatures = fishers if isinstance(solver, Exact) else None
+    curvatures = fishers if isinstance(solver, ExactSolver) else None
     proposals, steps, pulls, _ = follow(solver, fishers, gradients, VARYING, rho, take=clip)
     imagined = brute_force.run(fishers, gradients, VARYING, rho, curvatures=curvatures)
     assert_steps_equal(proposals, imagined)
@@ -253,14 +259,16 @@ def test_the_proposed_wake_is_that_of_the_minimisers_whatever_is_taken(rho, solv
 @each_rho
 def test_both_wakes_agree_when_the_minimisers_are_taken(rho, rng, x64):
     fishers, gradients = problem(rng)
-    proposed = follow(Exact(), fishers, gradients, VARYING, rho)
-    taken = follow(Exact(), fishers, gradients, VARYING, rho, taken=True)
+    proposed = follow(ExactSolver(), fishers, gradients, VARYING, rho)
+    taken = follow(ExactSolver(), fishers, gradients, VARYING, rho, taken=True)
     for a, b in zip(proposed, taken, strict=True):
         assert_steps_equal(a, b)
 
 
 @pytest.mark.parametrize("taken", [False, True], ids=["proposed", "taken"])
-@pytest.mark.parametrize("solver", [Linear(Factored()), Exact()], ids=["so", "q"])
+@pytest.mark.parametrize(
+    "solver", [LinearSolver(FactoredDamping()), ExactSolver()], ids=["so", "q"]
+)
 @each_period
 @each_rho
 def test_a_learning_rate_of_zero_leaves_the_wake_alone_and_later_steps_right(
@@ -270,7 +278,7 @@ def test_a_learning_rate_of_zero_leaves_the_wake_alone_and_later_steps_right(
     fishers = brute_force.between_refreshes(refreshed, rho, period, STEPS)
     f_bars = brute_force.averages(fishers, rho)
     curvatures = None
-    if isinstance(solver, Exact):
+    if isinstance(solver, ExactSolver):
         curvatures = [f_bars[k] if k % period else refreshed[k // period] for k in range(STEPS)]
     steps, _, _, g_hats = follow(
         solver, refreshed, gradients, WITH_ZEROS, rho, period=period, taken=taken
@@ -283,7 +291,9 @@ def test_a_learning_rate_of_zero_leaves_the_wake_alone_and_later_steps_right(
             np.testing.assert_array_equal(g_hats[k], gradients[k])
 
 
-@pytest.mark.parametrize("damping", [Product(), Factored()], ids=["product", "factored"])
+@pytest.mark.parametrize(
+    "damping", [ProductDamping(), FactoredDamping()], ids=["product", "factored"]
+)
 @each_period
 @each_rho
 def test_so_kldwrm_with_damping_is_the_theory_of_damped_fishers(rho, period, damping, rng, x64):
@@ -293,7 +303,7 @@ def test_so_kldwrm_with_damping_is_the_theory_of_damped_fishers(rho, period, dam
     damped = [f + gamma * np.eye(DIM) for f in fishers]
     for taken, take in [(False, lambda k, s: s), (True, stray)]:
         proposals, steps, *_ = follow(
-            Linear(damping),
+            LinearSolver(damping),
             refreshed,
             gradients,
             VARYING,
@@ -319,13 +329,20 @@ def test_q_kldwrm_with_damping_is_the_theory_of_damped_fishers(rho, period, damp
     f_bars = brute_force.averages(damped, rho)
     curvatures = [f_bars[k] if k % period else fresh[k // period] for k in range(STEPS)]
     steps, *_ = follow(
-        Exact(), refreshed, gradients, VARYING, rho, period=period, gamma=gamma, curvatures=fresh
+        ExactSolver(),
+        refreshed,
+        gradients,
+        VARYING,
+        rho,
+        period=period,
+        gamma=gamma,
+        curvatures=fresh,
     )
     expected = brute_force.run(damped, gradients, VARYING, rho, curvatures=curvatures)
     assert_steps_equal(steps, expected)
 
 
-@pytest.mark.parametrize("solver", [Linear(Product()), Exact()], ids=["so", "q"])
+@pytest.mark.parametrize("solver", [LinearSolver(ProductDamping()), ExactSolver()], ids=["so", "q"])
 @each_rho
 def test_kronecker_blocks_with_a_constant_factor_are_exact(rho, solver, rng, x64):
     """With A constant the average of products is the product of averages."""
@@ -339,7 +356,7 @@ def test_kronecker_blocks_with_a_constant_factor_are_exact(rho, solver, rng, x64
         gradients.reshape(STEPS, 6),
         VARYING,
         rho,
-        curvatures=fishers if isinstance(solver, Exact) else None,
+        curvatures=fishers if isinstance(solver, ExactSolver) else None,
     )
     assert_steps_equal(steps, expected)
 
@@ -349,8 +366,8 @@ def test_a_sudden_drop_of_the_rate_can_point_uphill(rng, x64):
     g = rng.normal(size=DIM)
     gradients = np.stack([g, g])
     fishers = [np.eye(DIM)] * 2
-    steady, *_ = follow(Linear(Factored()), fishers, gradients, [0.1, 0.1], 0.5)
-    dropped, *_ = follow(Linear(Factored()), fishers, gradients, [0.1, 0.01], 0.5)
+    steady, *_ = follow(LinearSolver(FactoredDamping()), fishers, gradients, [0.1, 0.1], 0.5)
+    dropped, *_ = follow(LinearSolver(FactoredDamping()), fishers, gradients, [0.1, 0.01], 0.5)
     assert steady[1] @ g < 0
     assert dropped[1] @ g > 0
 

@@ -1,50 +1,65 @@
 """Curvature: what a block is, how it is averaged, inverted and multiplied. Knows no Flax."""
 
+from kldwrm_jax.curvature.averaging import (
+    AveragedFisher,
+    Averages,
+    CachedInverse,
+    Refreshed,
+    unchanged,
+)
 from kldwrm_jax.curvature.blocks import Block, Dense, Diagonal, Kronecker, average
 from kldwrm_jax.curvature.decompositions import decompose
 from kldwrm_jax.curvature.devices import Devices
+from kldwrm_jax.curvature.inverse import Inverse
 from kldwrm_jax.curvature.layers import LayerBlock, Layers, Parameter, per_block
 from kldwrm_jax.curvature.monitors import AveragingError, averaging_error, contraction
-from kldwrm_jax.curvature.outliers import sift
+from kldwrm_jax.curvature.outliers import judge_outlier, traces
 from kldwrm_jax.curvature.sides import LowRank
 from kldwrm_jax.curvature.solvers import (
-    Damping,
-    Exact,
-    Factored,
-    Linear,
+    DampingMode,
+    ExactSolver,
+    FactoredDamping,
+    LinearSolver,
     Operator,
-    Product,
+    ProductDamping,
     QuadraticSolver,
-    Reweighted,
-    Setting,
+    ReweightedSolver,
     Solver,
+    StepScalars,
 )
 
 __all__ = [
+    "AveragedFisher",
+    "Averages",
     "AveragingError",
     "Block",
-    "Damping",
+    "CachedInverse",
+    "DampingMode",
     "Dense",
     "Devices",
     "Diagonal",
-    "Exact",
-    "Factored",
+    "ExactSolver",
+    "FactoredDamping",
+    "Inverse",
     "Kronecker",
     "LayerBlock",
     "Layers",
-    "Linear",
+    "LinearSolver",
     "LowRank",
     "Operator",
     "Parameter",
-    "Product",
+    "ProductDamping",
     "QuadraticSolver",
-    "Reweighted",
-    "Setting",
+    "Refreshed",
+    "ReweightedSolver",
     "Solver",
+    "StepScalars",
     "average",
     "averaging_error",
     "contraction",
     "decompose",
+    "judge_outlier",
     "per_block",
-    "sift",
+    "traces",
+    "unchanged",
 ]

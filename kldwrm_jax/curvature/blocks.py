@@ -153,7 +153,7 @@ class Diagonal:
       >>> import jax.numpy as jnp
       >>> from kldwrm_jax.curvature import Diagonal, decompose
       >>> block, d = Diagonal(), jnp.array([1.0, 3.0])
-      >>> (basis,) = decompose("eigen", [block], [d])
+      >>> (basis,) = decompose(lambda side: side.eigen, [block], [d])
       >>> block.eigen_solve(basis, jnp.ones(2), damping=1.0).tolist()
       [0.5, 0.25]
     """
@@ -201,7 +201,8 @@ class Dense:
       >>> import jax.numpy as jnp
       >>> from kldwrm_jax.curvature import Dense, decompose
       >>> block, f = Dense(), jnp.array([[3.0, 2.0], [2.0, 1.0]])
-      >>> (inverse,) = decompose("inverse", [block], [block.damp(f, 1.0)])  # of [[4, 2], [2, 2]]
+      >>> damped = block.damp(f, 1.0)  # [[4, 2], [2, 2]]
+      >>> (inverse,) = decompose(lambda side: side.inverse, [block], [damped])
       >>> block.multiply(inverse, jnp.array([4.0, 0.0])).tolist()
       [2.0, -2.0]
     """

@@ -33,7 +33,7 @@ def contraction(block: Block, f_bar: Factors, b: Factors, lr: Scalar) -> jax.Arr
       >>> float(contraction(Diagonal(), jnp.array([1.0, 2.0]), jnp.array([1.0, 6.0]), lr=1.0))
       0.75
     """
-    (basis,) = decompose("pencil", [block], [f_bar], [b])
+    (basis,) = decompose(lambda side: side.pencil, [block], [f_bar], [b])
     largest = lr * block.pencil_norm(basis)
     return jnp.asarray(1 - 1 / (1 + largest))
 

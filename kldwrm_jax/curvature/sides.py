@@ -11,13 +11,13 @@ A *basis* diagonalises a matrix (``eigen``), or two of them at once (``pencil``)
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kldwrm_jax.arguments import Scalar
-from kldwrm_jax.curvature.one_by_one import one_by_one
+from kldwrm_jax.curvature.sequential import sequential_on_cpu
 
 matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
@@ -47,71 +47,71 @@ class Subspace(NamedTuple):
     extra: jax.Array
 
 
-class Side(Protocol):
-    """What every form of a side can do; its form is that of ``f``."""
+class Side:
+    """What every form of a side can do; ``f`` is what represents it in that form."""
 
     @staticmethod
     def left(f: Any, v: jax.Array) -> jax.Array:
         """``f v``."""
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def right(v: jax.Array, f: Any) -> jax.Array:
         """``v f``."""
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def scale(f: Any, c: Scalar) -> Any:
         """``c f``."""
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def mean_eigenvalue(f: Any) -> jax.Array:
         """The trace over the number of rows."""
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def shift(f: Any, c: jax.Array) -> Any:
         """``f + c I``."""
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def inverse(f: Any) -> Any:
         """``f^-1``, for a positive definite ``f``."""
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def eigen(f: Any) -> Any:
-        """An eigenbasis, its values not below zero."""
-        ...
+        """An eigenbasis, with negative values set to zero."""
+        raise NotImplementedError
 
     @staticmethod
     def pencil(f_bar: Any, f: Any) -> Any:
         """A basis ``T`` with ``T' f_bar T = I`` and ``T' f T`` diagonal."""
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def outer(basis: Any) -> Any:
         """``T T'``: of a pencil, the inverse of ``f_bar``."""
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def compress(f: Any, start: Subspace | None) -> Any:
-        """A :class:`LowRank` from a subspace to start with; ``f`` itself without one."""
-        ...
+        """A :class:`LowRank`, searched for from ``start``; ``f`` itself with None."""
+        raise NotImplementedError
 
     @staticmethod
     def weigh(basis: Any, v: jax.Array, weight: Weight) -> jax.Array:
         """``T weight T' v``."""
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def by_columns(basis: Any, v: jax.Array, rows: Rows) -> jax.Array:
         """``rows(v T, values) T'``."""
-        ...
+        raise NotImplementedError
 
 
-class Matrix:
+class Matrix(Side):
     """A full matrix."""
 
     @staticmethod
@@ -132,9 +132,7 @@ class Matrix:
     @staticmethod
     def mean_eigenvalue(f: jax.Array) -> jax.Array:
         """The mean of the diagonal."""
-        # A slice: compiles to less than jnp.trace, and reads no more than the diagonal.
-        n = f.shape[-1]
-        return f.reshape(*f.shape[:-2], n * n)[..., :: n + 1].mean(axis=-1)
+        return jnp.trace(f, axis1=-2, axis2=-1) / f.shape[-1]
 
     @staticmethod
     def shift(f: jax.Array, c: jax.Array) -> jax.Array:
@@ -142,21 +140,22 @@ class Matrix:
         return f + c[..., None, None] * jnp.eye(f.shape[-1], dtype=f.dtype)
 
     @staticmethod
-    @one_by_one
+    @sequential_on_cpu
     def inverse(f: jax.Array) -> jax.Array:
-        """By Cholesky."""
-        half = _cholesky_solve(f)(jnp.eye(f.shape[-1], dtype=f.dtype))
-        return matmul(half.T, half)
+        """By Cholesky: ``L^-T L^-1``."""
+        eye = jnp.eye(f.shape[-1], dtype=f.dtype)
+        half = _row_major(_transpose(_cholesky_solve(f)(eye)))
+        return matmul(half, _transpose(half))
 
     @staticmethod
-    @one_by_one
+    @sequential_on_cpu
     def eigen(f: jax.Array) -> Basis:
         """Eigenvectors and eigenvalues."""
-        vectors, values = jax.lax.linalg.eigh(f, symmetrize_input=False)
+        vectors, values = jax.lax.linalg.eigh(_transpose(f), symmetrize_input=False)
         return Basis(vectors, jnp.maximum(values, 0))
 
     @staticmethod
-    @one_by_one
+    @sequential_on_cpu
     def pencil(f_bar: jax.Array, f: jax.Array) -> Basis:
         """From ``f_bar = L L'`` and ``L^-1 f L^-T = U D U'``: the basis ``L^-T U``."""
         solve = _cholesky_solve(f_bar)
@@ -186,7 +185,7 @@ class Matrix:
         return matmul(rows(matmul(v, basis.vectors), basis.values), _transpose(basis.vectors))
 
 
-class Vector:
+class Vector(Side):
     """A diagonal matrix: the standard basis serves."""
 
     @staticmethod
@@ -251,7 +250,7 @@ class Vector:
         return rows(v, basis.values) * basis.vectors[..., None, :] ** 2
 
 
-class LowRankSide:
+class LowRankSide(Side):
     """Leading eigenvectors, and the same value for all directions orthogonal to them."""
 
     @staticmethod
@@ -309,7 +308,7 @@ class LowRankSide:
 def side_of(f: Any, diagonal: bool) -> type[Side]:
     """The form of a side, from what represents it."""
     if isinstance(f, LowRank):
-        return LowRankSide  # type: ignore[return-value]
+        return LowRankSide
     return Vector if diagonal else Matrix
 
 
@@ -334,7 +333,7 @@ def start_subspace(f: jax.Array, rank: int, before: jax.Array | None = None) -> 
     return Subspace(kept, extra)
 
 
-@one_by_one
+@sequential_on_cpu
 def low_rank(f: jax.Array, vectors: jax.Array, extra: jax.Array) -> LowRank:
     r"""Leading eigenvectors of a positive semidefinite matrix, from a subspace to start with.
 
@@ -363,10 +362,20 @@ def low_rank(f: jax.Array, vectors: jax.Array, extra: jax.Array) -> LowRank:
 
 
 def _cholesky_solve(f: jax.Array) -> Callable[..., jax.Array]:
-    """``L^-1`` (transposed if told) times a matrix, where ``f = L L'``."""
-    chol = jax.lax.linalg.cholesky(f, symmetrize_input=False)
+    """``L^-1`` (or its transpose, by ``transpose_a``) times a matrix, where ``f = L L'``."""
+    chol = jax.lax.linalg.cholesky(_transpose(f), symmetrize_input=False)
     return functools.partial(jax.lax.linalg.triangular_solve, chol, left_side=True, lower=True)
 
 
 def _transpose(m: jax.Array) -> jax.Array:
+    """The transpose. Of a symmetric row-major matrix it is LAPACK's column-major operand as is."""
     return jnp.swapaxes(m, -1, -2)
+
+
+def _row_major(m: jax.Array) -> jax.Array:
+    """Keeps XLA from folding a transpose into the product that follows.
+
+    The transpose of LAPACK's column-major result is row-major, as products want it. Folded into the
+    product it would be undone by a copy that takes as long to compile as the factorisation.
+    """
+    return jax.lax.optimization_barrier(m)

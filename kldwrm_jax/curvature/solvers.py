@@ -1,7 +1,7 @@
 r"""How a block is inverted: damping, and the three solves of the family.
 
-A :class:`Solver` turns averaged factors into *caches*, one a block, kept in the optimizer's state
-until the next refresh, and a cache into an :class:`Operator` for the step at hand. Directions are
+A :class:`Solver` turns averaged factors into *caches*, one per block, which the optimizer's state
+keeps until the next inversion, and a cache into an :class:`Operator` for one step. Directions are
 scaled by the learning rate throughout: with :math:`h = \mathrm{lr}\,\hat g` the step is
 :math:`s = -v`,
 
@@ -25,111 +25,112 @@ from kldwrm_jax.curvature.devices import Devices
 Cache = Any  # a pytree of arrays
 
 
-class Setting(NamedTuple):
-    """The numbers of one step."""
+class StepScalars(NamedTuple):
+    """The hyperparameters of one step."""
 
-    gamma: Scalar  # damping
     lr: Scalar  # learning rate, 1 / lambda
-    rho: Scalar  # decay of the average
-    first: jax.Array | bool  # whether a refresh is the first of all
+    rho: Scalar  # decay of the average and of the wake
+    damping: Scalar  # gamma
+    first: jax.Array | bool  # whether no statistics have been averaged yet
+    calibration: Scalar = 1.0  # c, where the blocks stand for c times their product
 
 
 class Operator(NamedTuple):
     r"""One block's solve at one step.
 
-    ``solve(h)`` is :math:`v = [\bar F + \mathrm{lr} B]^{-1} h`; ``pull(h, v)`` is
+    ``solve(h)`` is :math:`v = [\bar F + \mathrm{lr} B]^{-1} h`; ``times_average(h, v)`` is
     :math:`\bar F v = \hat M h`, what the wake remembers; ``contraction`` is the norm of
     :math:`I - \hat M` in the metric of :math:`\bar F^{-1}`.
     """
 
     solve: Callable[[jax.Array], jax.Array]
-    pull: Callable[[jax.Array, jax.Array], jax.Array]
+    times_average: Callable[[jax.Array, jax.Array], jax.Array]
     contraction: jax.Array
 
 
-class Damping(Protocol):
-    """A way to add ``gamma``: what is cached, how it solves, and what matrix it stands for."""
+class DampingMode(Protocol):
+    r"""How :math:`\gamma` is added: what is cached, how it solves, and the matrix it stands for."""
 
     @property
     def devices(self) -> Devices | None:
-        """Who shares the decompositions out; by None, each device does them all."""
+        """Devices that share the decompositions out; with None, each device does them all."""
         ...
 
     def invert(
-        self, blocks: Sequence[Block], factors: Sequence[Factors], gamma: Scalar
+        self, blocks: Sequence[Block], factors: Sequence[Factors], damping: Scalar
     ) -> list[Cache]:
         """What is kept of every block's factors to solve with them."""
         ...
 
     def solve(
-        self, block: Block, cache: Cache, v: jax.Array, gamma: Scalar, c: Scalar
+        self, block: Block, cache: Cache, v: jax.Array, damping: Scalar, c: Scalar
     ) -> jax.Array:
         """The damped solve with all factors scaled by ``c``."""
         ...
 
-    def multiply(self, block: Block, f: Factors, v: jax.Array, gamma: Scalar) -> jax.Array:
+    def multiply(self, block: Block, f: Factors, v: jax.Array, damping: Scalar) -> jax.Array:
         """The damped matrix times ``v``."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
-    r"""``gamma`` joins every eigenvalue of the product: :math:`(F + \gamma I)^{-1}` exactly."""
+class ProductDamping:
+    r"""Damping of the product, :math:`(F + \gamma I)^{-1}` exactly, by eigendecompositions."""
 
     devices: Devices | None = None
 
     def invert(
-        self, blocks: Sequence[Block], factors: Sequence[Factors], gamma: Scalar
+        self, blocks: Sequence[Block], factors: Sequence[Factors], damping: Scalar
     ) -> list[Cache]:
         """Eigenbases."""
-        del gamma
-        return decompose("eigen", blocks, factors, devices=self.devices)
+        del damping
+        return decompose(lambda side: side.eigen, blocks, factors, devices=self.devices)
 
     def solve(
-        self, block: Block, cache: Cache, v: jax.Array, gamma: Scalar, c: Scalar = 1.0
+        self, block: Block, cache: Cache, v: jax.Array, damping: Scalar, c: Scalar = 1.0
     ) -> jax.Array:
         r""":math:`(cF + \gamma I)^{-1} v`."""
-        return block.eigen_solve(cache, v, gamma, c)
+        return block.eigen_solve(cache, v, damping, c)
 
-    def multiply(self, block: Block, f: Factors, v: jax.Array, gamma: Scalar) -> jax.Array:
+    def multiply(self, block: Block, f: Factors, v: jax.Array, damping: Scalar) -> jax.Array:
         r""":math:`(F + \gamma I) v`."""
-        return block.multiply(f, v) + gamma * v
+        return block.multiply(f, v) + damping * v
 
 
 @dataclasses.dataclass(frozen=True)
-class Factored:
-    r""":math:`\sqrt\gamma` is shared between the factors: the inverse keeps their structure."""
+class FactoredDamping:
+    r"""Damping of each factor with its share of :math:`\sqrt\gamma`: two Cholesky inverses."""
 
     devices: Devices | None = None
 
     def invert(
-        self, blocks: Sequence[Block], factors: Sequence[Factors], gamma: Scalar
+        self, blocks: Sequence[Block], factors: Sequence[Factors], damping: Scalar
     ) -> list[Cache]:
         """Inverses of the damped factors, by Cholesky."""
-        damped = _damped(blocks, factors, gamma)
-        return decompose("inverse", blocks, damped, devices=self.devices)
+        damped = _damped(blocks, factors, damping)
+        return decompose(lambda side: side.inverse, blocks, damped, devices=self.devices)
 
     def solve(
-        self, block: Block, cache: Cache, v: jax.Array, gamma: Scalar, c: Scalar = 1.0
+        self, block: Block, cache: Cache, v: jax.Array, damping: Scalar, c: Scalar = 1.0
     ) -> jax.Array:
         """Two products a layer; the damped factors are scaled by ``c`` together."""
-        del gamma
+        del damping
         return block.multiply(block.scale(cache, 1 / c), v)
 
-    def multiply(self, block: Block, f: Factors, v: jax.Array, gamma: Scalar) -> jax.Array:
+    def multiply(self, block: Block, f: Factors, v: jax.Array, damping: Scalar) -> jax.Array:
         """The damped factors times ``v``."""
-        return block.multiply(block.damp(f, gamma), v)
+        return block.multiply(block.damp(f, damping), v)
 
 
 class Solver(Protocol):
     """A member's linear algebra."""
 
     @property
-    def damping(self) -> Damping:
-        """How ``gamma`` is added, and what is cached."""
+    def damping_mode(self) -> DampingMode:
+        r"""How :math:`\gamma` is added, and what is cached."""
         ...
 
-    def between(self, block: Block, cache: Cache, at: Setting) -> Operator:
+    def between(self, block: Block, cache: Cache, at: StepScalars) -> Operator:
         r"""The solve with a cached inverse of the average, where :math:`B_k = F_k := \bar F_k`."""
         ...
 
@@ -142,7 +143,7 @@ class QuadraticSolver(Solver, Protocol):
         blocks: Sequence[Block],
         f_bar: Sequence[Factors],
         fresh: Sequence[Factors],
-        at: Setting,
+        at: StepScalars,
     ) -> tuple[list[Cache], list[Operator]]:
         """Caches for the steps to come, and the operators of this one, where ``B`` is ``fresh``.
 
@@ -152,25 +153,25 @@ class QuadraticSolver(Solver, Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class LinearSolver:
     r"""A linear model, ``B = 0``: K-FAC (Prop. 3.1) and SO-KLD-WRM (Prop. 4.1).
 
     The wake remembers :math:`\bar F \bar F^{-1} h = h`: nothing to multiply.
     """
 
-    damping: Damping
+    damping_mode: DampingMode
 
-    def between(self, block: Block, cache: Cache, at: Setting) -> Operator:
+    def between(self, block: Block, cache: Cache, at: StepScalars) -> Operator:
         """The cached inverse."""
         return Operator(
-            solve=lambda h: self.damping.solve(block, cache, h, at.gamma, 1.0),
-            pull=lambda h, v: h,
+            solve=lambda h: self.damping_mode.solve(block, cache, h, at.damping, 1.0),
+            times_average=lambda h, v: h,
             contraction=jnp.zeros(()),
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class Exact:
+class ExactSolver:
     r"""Q-KLD-WRM (Prop. 4.2) by simultaneous diagonalisation of :math:`(B, \bar F)`.
 
     Exact for the ``factored``-damped :math:`\bar A \otimes \bar G` in place of :math:`\bar F`.
@@ -178,41 +179,43 @@ class Exact:
     and :math:`\hat M = I / (1 + \mathrm{lr})`: no second decomposition.
     """
 
-    damping: Factored = dataclasses.field(default_factory=Factored)
+    damping_mode: FactoredDamping = dataclasses.field(default_factory=FactoredDamping)
 
     def refresh(
         self,
         blocks: Sequence[Block],
         f_bar: Sequence[Factors],
         fresh: Sequence[Factors],
-        at: Setting,
+        at: StepScalars,
     ) -> tuple[list[Cache], list[Operator]]:
         """Bases for this step, the inverses they contain for the next."""
-        damped = _damped(blocks, f_bar, at.gamma)
-        bases = decompose("pencil", blocks, damped, fresh, devices=self.damping.devices)
+        damped = _damped(blocks, f_bar, at.damping)
+        bases = decompose(
+            lambda side: side.pencil, blocks, damped, fresh, devices=self.damping_mode.devices
+        )
 
         def operator(block: Block, f: Factors, basis: Any) -> Operator:
             largest = at.lr * block.pencil_norm(basis)
             return Operator(
                 solve=lambda h: block.pencil_solve(basis, h, at.lr),
-                pull=lambda h, v: block.multiply(f, v),
+                times_average=lambda h, v: block.multiply(f, v),
                 contraction=jnp.asarray(1 - 1 / (1 + largest)),
             )
 
         operators = [operator(*own) for own in zip(blocks, damped, bases, strict=True)]
-        return decompose("outer", blocks, bases), operators
+        return decompose(lambda side: side.outer, blocks, bases), operators
 
-    def between(self, block: Block, cache: Cache, at: Setting) -> Operator:
+    def between(self, block: Block, cache: Cache, at: StepScalars) -> Operator:
         """The cached inverse, scaled."""
         return Operator(
-            solve=lambda h: self.damping.solve(block, cache, h, at.gamma) / (1 + at.lr),
-            pull=lambda h, v: h / (1 + at.lr),
+            solve=lambda h: self.damping_mode.solve(block, cache, h, at.damping) / (1 + at.lr),
+            times_average=lambda h, v: h / (1 + at.lr),
             contraction=jnp.asarray(at.lr / (1 + at.lr), float),
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class Reweighted:
+class ReweightedSolver:
     r"""Q-KLD-WRM as its author runs it: ``(A_bar + lr A, G_bar + lr G)`` as if it were exact.
 
     :math:`\bar A_k + \mathrm{lr} A_k = \rho \bar A_{k-1} + \frac{(1-\rho)\lambda + 1}{\lambda} A_k`
@@ -223,40 +226,42 @@ class Reweighted:
     :math:`\hat A \otimes \hat G \le (1 + \mathrm{lr}/(1-\rho))^2\, \bar A \otimes \bar G`.
     """
 
-    damping: Damping
+    damping_mode: DampingMode
 
     def refresh(
         self,
         blocks: Sequence[Block],
         f_bar: Sequence[Factors],
         fresh: Sequence[Factors],
-        at: Setting,
+        at: StepScalars,
     ) -> tuple[list[Cache], list[Operator]]:
         """The reweighted inverses for this step, the averages' for the next."""
         f_hat = jax.tree.map(lambda bar, new: bar + at.lr * new, list(f_bar), list(fresh))
         # One call for both, so that their equal sides are stacked.
-        inverses = self.damping.invert([*blocks, *blocks], [*f_hat, *f_bar], at.gamma)
+        inverses = self.damping_mode.invert([*blocks, *blocks], [*f_hat, *f_bar], at.damping)
         now, caches = inverses[: len(blocks)], inverses[len(blocks) :]
         bound = 1 - 1 / (1 + at.lr / (1 - at.rho)) ** 2
 
         def operator(block: Block, f: Factors, inverse: Cache, cache: Cache) -> Operator:
             plain = self.between(block, cache, at)
             return Operator(
-                solve=lambda h: self.damping.solve(block, inverse, h, at.gamma, 1.0),
-                pull=lambda h, v: jnp.where(at.first, plain.pull(h, v), block.multiply(f, v)),
+                solve=lambda h: self.damping_mode.solve(block, inverse, h, at.damping, 1.0),
+                times_average=lambda h, v: jnp.where(
+                    at.first, plain.times_average(h, v), block.multiply(f, v)
+                ),
                 contraction=jnp.where(at.first, plain.contraction, bound),
             )
 
         return caches, [operator(*own) for own in zip(blocks, f_bar, now, caches, strict=True)]
 
-    def between(self, block: Block, cache: Cache, at: Setting) -> Operator:
+    def between(self, block: Block, cache: Cache, at: StepScalars) -> Operator:
         """The cached inverse of the average, with its factors scaled by ``1 + lr``."""
         return Operator(
-            solve=lambda h: self.damping.solve(block, cache, h, at.gamma, 1 + at.lr),
-            pull=lambda h, v: h / (1 + at.lr),
+            solve=lambda h: self.damping_mode.solve(block, cache, h, at.damping, 1 + at.lr),
+            times_average=lambda h, v: h / (1 + at.lr),
             contraction=jnp.asarray(at.lr / (1 + at.lr), float),
         )
 
 
-def _damped(blocks: Sequence[Block], factors: Sequence[Factors], gamma: Scalar) -> list[Factors]:
-    return [block.damp(f, gamma) for block, f in zip(blocks, factors, strict=True)]
+def _damped(blocks: Sequence[Block], factors: Sequence[Factors], damping: Scalar) -> list[Factors]:
+    return [block.damp(f, damping) for block, f in zip(blocks, factors, strict=True)]

@@ -1,17 +1,15 @@
-"""The optimizers: Optax transforms, their state, and a training state that feeds them."""
+"""The optimizers: Optax Optax transforms, and what their states tell."""
 
 from kldwrm_jax.optimizers.family import kfac, q_kldwrm, qe_kldwrm, so_kldwrm
-from kldwrm_jax.optimizers.inverse import Inverse
+from kldwrm_jax.optimizers.precondition import precondition
 from kldwrm_jax.optimizers.state import KLDWRMState, Monitor, diagnostics
-from kldwrm_jax.optimizers.train_state import TrainState
 
 __all__ = [
-    "Inverse",
     "KLDWRMState",
     "Monitor",
-    "TrainState",
     "diagnostics",
     "kfac",
+    "precondition",
     "q_kldwrm",
     "qe_kldwrm",
     "so_kldwrm",

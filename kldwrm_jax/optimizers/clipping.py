@@ -1,18 +1,59 @@
-"""Two clips: of the whole step by its KL divergence, and of every parameter by its size."""
+r"""Two limits of a step: its KL divergence as a whole, and the size of every parameter's part."""
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from kldwrm_jax.arguments import Scalar
-from kldwrm_jax.curvature import Parameter
+from kldwrm_jax.arguments import Scalar, check_positive
+from kldwrm_jax.curvature import LayerBlock
 from kldwrm_jax.paths import Leaves
 
 
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """A member's limits.
+
+    Args:
+      kl: limit of the whole step's quadratic divergence, or None.
+      block: limit of every parameter's root mean square, relative to the learning rate, or None.
+    """
+
+    kl: Any
+    block: Any
+
+    def __post_init__(self) -> None:
+        for name, limit in (("kl_clip", self.kl), ("block_clip", self.block)):
+            if limit is not None:
+                check_positive(name, limit)
+
+    def step(
+        self, v: Leaves, size: jax.Array, lr: Scalar, blocks: Sequence[LayerBlock]
+    ) -> tuple[Leaves, jax.Array, jax.Array]:
+        """``-v``, clipped, and both factors; each is computed from the unclipped direction."""
+        kl, block = jnp.ones((), float), jnp.ones((), float)
+        if self.kl is not None:
+            kl = kl_clip_factor(jnp.asarray(self.kl, float), size)
+        s = {path: -kl * x for path, x in v.items()}
+        if self.block is not None:
+            factors = block_clip_factors(jnp.asarray(self.block, float), lr, v, blocks)
+            s = {path: factors[path] * x for path, x in s.items()}
+            block = jnp.min(jnp.stack([jnp.min(x) for x in factors.values()]))
+        return s, kl, block
+
+    def blocks(self, v: Leaves, lr: Scalar, blocks: Sequence[LayerBlock]) -> Leaves:
+        """``v`` with every parameter's part clipped by itself."""
+        if self.block is None:
+            return v
+        factors = block_clip_factors(jnp.asarray(self.block, float), lr, v, blocks)
+        return {path: factors[path] * x for path, x in v.items()}
+
+
 def kl_clip_factor(limit: Scalar, size: jax.Array) -> jax.Array:
-    r""":math:`\min(1, \sqrt{c / v'h})`: a step's quadratic divergence stays below about ``c``.
+    r""":math:`\min(1, \sqrt{c / v'h})`, which keeps a step's quadratic divergence below ``c``.
 
     Args:
       limit: ``c``.
@@ -22,12 +63,14 @@ def kl_clip_factor(limit: Scalar, size: jax.Array) -> jax.Array:
 
 
 def block_clip_factors(
-    tau: Scalar, lr: Scalar, v: Leaves, parameters: Mapping[str, Parameter]
+    tau: Scalar, lr: Scalar, v: Leaves, blocks: Sequence[LayerBlock]
 ) -> dict[str, jax.Array]:
     r""":math:`\min(1, \tau \sqrt{n_b}\, \mathrm{lr} / \|v_b\|)` for every parameter.
 
     Each copy of a stacked layer is clipped by itself, as it would be outside the stack.
     """
+
+    parameters = {p.path: p for block in blocks for p in block.parameters}
 
     def factor(path: str, x: jax.Array) -> jax.Array:
         axes = parameters[path].per_slice(x)

@@ -13,16 +13,16 @@ from kldwrm_jax.arguments import Scalar
 class Monitor(NamedTuple):
     """Counters, and the last step's scalars."""
 
-    refreshes: jax.Array  # int32 []: statistics taken into the average
+    refreshes: jax.Array  # int32 []: statistics averaged in
     rejected_refreshes: jax.Array  # int32 []: statistics or inverses that were not finite
-    outliers: jax.Array  # int32 []: refreshes that kept a block's absurd statistics out
+    outliers: jax.Array  # int32 []: refreshes that rejected the statistics of some block
     rejected_steps: jax.Array  # int32 []: gradients or directions that were not finite
-    kl_clip: jax.Array  # float [], 1 where nothing was clipped
-    block_clip: jax.Array  # float [], the smallest over all parameters
+    kl_clip: jax.Array  # float []: 1 where nothing was clipped
+    block_clip: jax.Array  # float []: the smallest over all parameters
     contraction: jax.Array  # float []: rho ||I - Mhat||
     wake_ratio: jax.Array  # float []: norm of the wake's pull over that of the gradient
     objective_before: jax.Array  # float []: QE's inner objective at the Q step
-    objective_after: jax.Array  # float []: and where the inner solver left it
+    objective_after: jax.Array  # float []: and after the inner solver
 
 
 class KLDWRMState(NamedTuple):
@@ -33,24 +33,24 @@ class KLDWRMState(NamedTuple):
 
     count: chex.Array  # int32 []: steps taken
     factors: dict[str, Any]  # exponentially averaged factors, by block
-    inverses: dict[str, Any]  # what the solver keeps of them
-    strange: jax.Array  # int32 (blocks,): refreshes in a row far from the average, by name
-    calibration: jax.Array  # float []: what the blocks are multiplied by, 1 if it is not asked for
-    g_prev: optax.Updates | None  # the gradient of the step before
-    g_hat: optax.Updates | None  # the effective gradient of the step before
-    pull: optax.Updates | None  # R, the wake's pull, for the step to come
+    inverses: dict[str, Any]  # what the solver caches of them, by block
+    outlier_streak: dict[str, jax.Array]  # int32 []: consecutive refreshes far from the average
+    calibration: jax.Array  # float []: c of calibrated blocks; 0 until it is measured
+    g_prev: optax.Updates | None  # g_{k-1}
+    g_hat: optax.Updates | None  # ghat_{k-1}
+    pull: optax.Updates | None  # R_k, the wake's pull at the next step
     momentum: optax.Updates | None  # sum_i nu^(k-i) g_i, if nu is used
     history: optax.Params | None  # QE: the newest iterates, (capacity, *shape)
     monitor: Monitor
 
 
-def raised(counter: jax.Array, by: jax.Array) -> jax.Array:
-    """One more if ``by`` is true; a full counter stays full."""
-    return jnp.where(by, optax.safe_increment(counter), counter)
+def increment_if(condition: jax.Array, counter: jax.Array) -> jax.Array:
+    """One more if the condition holds; a counter that is full stays full."""
+    return jnp.where(condition, optax.safe_increment(counter), counter)
 
 
 def next_count(count: jax.Array, period: Scalar) -> jax.Array:
-    """One more; past the largest number, round its last period, so that refreshes go on."""
+    """One more; past the largest integer, back by a period, so that refreshes go on."""
     return jnp.where(count < jnp.iinfo(count.dtype).max, count + 1, count + 1 - period)
 
 
@@ -63,24 +63,25 @@ def new_monitor() -> Monitor:
 
 
 def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
-    r"""What an optimizer of the family tells about itself: a dict of scalars.
+    r"""Scalars that describe the state of an optimizer of the family.
 
     Args:
-      opt_state: any Optax state that holds one state of the family, however deep.
+      opt_state: any Optax state that contains exactly one state of the family.
 
     Returns:
-      ``steps`` taken; ``refreshes`` of the curvature; ``rejected_refreshes`` (statistics or
-      inverses that were not finite: the last good ones stay in use); ``outliers`` (refreshes at
-      which some block's statistics were a million times larger than their average, both with the
-      damping, and were kept out of it; the third in a row is believed); ``rejected_steps``
-      (gradients or directions that were not finite: no step was taken); ``kl_clip`` and
-      ``block_clip``, the last step's factors (the smallest for the latter); ``calibration``, how
-      many times the blocks' divergence the Fisher's is along the steps, if ``calibrate`` asks for
-      it; ``contraction``,
-      :math:`\rho \|I - \hat M\|`, which must stay below 1 for :math:`\hat g` to stay bounded;
-      ``wake_ratio``, the norm of the wake's pull over that of the learning rate times the gradient;
-      ``objective_before`` and ``objective_after`` of QE's inner solver (0 before it starts, and for
-      other members; not finite where it diverged and the Q step was taken).
+      A dict with
+
+      * ``steps`` taken, and ``refreshes`` of the curvature;
+      * ``rejected_steps``: gradients or directions that were not finite; no step was taken;
+      * ``rejected_refreshes``: statistics or inverses that were not finite; the last ones stayed;
+      * ``outliers``: refreshes at which some block's statistics exceeded their average, both with
+        the damping, a million times and were rejected. After three in a row the average is reset;
+      * ``kl_clip`` and ``block_clip``: the last step's factors (of the latter, the smallest);
+      * ``calibration``: the ratio of the exact to the approximate quadratic KL along the steps;
+      * ``contraction``: :math:`\rho \|I - \hat M\|`, below 1 if :math:`\hat g` is to stay bounded;
+      * ``wake_ratio``: the norm of the wake's pull over the learning rate times the gradient's;
+      * ``objective_before`` and ``objective_after`` of QE's inner solver: 0 before it starts and
+        for other members, not finite where it diverged and the Q step was taken.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -89,12 +90,10 @@ def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       >>> net = kw.instrument(model, kw.Categorical(), x)
       >>> params = model.init(jax.random.key(0), x)["params"]
       >>> tx = kw.q_kldwrm(net.layers, 0.1)
-      >>> state = tx.init(params)
-      >>> oracle = net.oracle(params, x, targets=y, key=jax.random.key(1))
-      >>> grads = jax.grad(oracle.loss)(params)
-      >>> updates, state = tx.update(grads, state, params, oracle=oracle)
-      >>> told = kw.diagnostics(state)
-      >>> int(told["refreshes"]), int(told["rejected_steps"])
+      >>> _, grads, oracle = net.value_and_grad(params, x, targets=y, key=jax.random.key(1))
+      >>> _, state = tx.update(grads, tx.init(params), params, oracle=oracle)
+      >>> scalars = kw.diagnostics(state)
+      >>> int(scalars["refreshes"]), int(scalars["rejected_steps"])
       (1, 0)
     """
     states = [
@@ -104,9 +103,10 @@ def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     ]
     if len(states) != 1:
         raise ValueError(
-            f"opt_state must hold one state of kfac, so_kldwrm, q_kldwrm or qe_kldwrm, found "
-            f"{len(states)}: pass the part of it that belongs to the optimizer you ask about"
+            f"opt_state must contain one state of kfac, so_kldwrm, q_kldwrm, qe_kldwrm or "
+            f"precondition, found {len(states)}: pass the part that belongs to one of them"
         )
     state = states[0]
-    told = {"steps": state.count, "calibration": state.calibration, **state.monitor._asdict()}
-    return {name: jnp.asarray(value) for name, value in told.items()}  # of nnx's variables, too
+    calibration = jnp.where(jnp.asarray(state.calibration) > 0, jnp.asarray(state.calibration), 1)
+    scalars = {"steps": state.count, "calibration": calibration, **state.monitor._asdict()}
+    return {name: jnp.asarray(value) for name, value in scalars.items()}  # of nnx's variables, too

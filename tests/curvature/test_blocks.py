@@ -1,4 +1,5 @@
 import dataclasses
+import operator
 
 import dense
 import jax
@@ -19,7 +20,7 @@ assert_close = np.testing.assert_allclose
 
 def made(operation, block, *factors):
     """A decomposition of one block."""
-    return decompose(operation, [block], *([f] for f in factors))[0]
+    return decompose(operator.attrgetter(operation), [block], *([f] for f in factors))[0]
 
 
 @each_stack

@@ -1,9 +1,11 @@
 """Many blocks at once: the same results as one by one, in few calls."""
 
-import collections
+import operator
+import re
 
 import dense
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,14 +43,15 @@ def alone(operation, blocks, *factors):
     """One block at a time, in one program."""
     return jax.jit(
         lambda *factors: [
-            decompose(operation, [block], *([f] for f in own))[0]
+            decompose(operator.attrgetter(operation), [block], *([f] for f in own))[0]
             for block, *own in zip(blocks, *factors, strict=True)
         ]
     )(*factors)
 
 
 def together(operation, blocks, *factors):
-    return jax.jit(lambda *factors: decompose(operation, blocks, *factors))(*factors)
+    pick = operator.attrgetter(operation)
+    return jax.jit(lambda *factors: decompose(pick, blocks, *factors))(*factors)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -74,34 +77,31 @@ def test_sides_are_compressed_where_there_is_a_subspace_to_start_with(rng, x64):
     assert [side.vectors.shape for side in (got[0][0], got[2][1], got[3][0])] == [(5, 2)] * 3
 
 
-def calls(jaxpr):
-    """How often each primitive runs, of the branches for different platforms the most."""
-    counted = collections.Counter()
-    for equation in jaxpr.eqns:
-        counted[equation.primitive.name] += 1
-        branches = [calls(b.jaxpr) for b in equation.params.get("branches", ())]
-        for name in set().union(*branches):
-            counted[name] += max(branch[name] for branch in branches)
-        for value in equation.params.values():
-            inner = getattr(value, "jaxpr", value if hasattr(value, "eqns") else None)
-            if inner is not None:
-                counted += calls(inner)
-    return counted
+SIZES = [(5, 5), (5, 4), (4, 5), (5, 1), (6, 4)]  # five sides of 5, three of 4, a diagonal one
+FACTORISATION = r"custom_call @\w*(?:potrf|syevd)\w*\(.*: \(tensor<([\dx]+)xf32>"
 
 
-@pytest.mark.parametrize(
-    ("operation", "primitives"),
-    [("inverse", {"cholesky"}), ("eigen", {"eigh"}), ("pencil", {"cholesky", "eigh"})],
-)
-def test_sides_of_equal_shape_are_decomposed_in_one_call(operation, primitives, rng):
+def factored(operation, platform, rng):
+    """Shapes of the operands of every factorisation in a platform's program."""
     blocks = [Kronecker()] * 3 + [Dense(), Kronecker(a_diagonal=True)]
-    sizes = [(5, 5), (5, 4), (4, 5), (5, 1), (6, 4)]  # six sides of 5, three of 4
     factors = [
         jax.tree.map(jnp.float32, dense.random_factors(b, rng, (), *own))
-        for b, own in zip(blocks, sizes, strict=True)
+        for b, own in zip(blocks, SIZES, strict=True)
     ]
-    program = jax.make_jaxpr(lambda *f: decompose(operation, blocks, *f))
-    counted = calls(program(*[factors] * OPERATIONS[operation]).jaxpr)
-    assert {name: counted[name] for name in ("cholesky", "eigh")} == {
-        name: 2 * (name in primitives) for name in ("cholesky", "eigh")
-    }
+    program = jax.jit(lambda *f: decompose(operator.attrgetter(operation), blocks, *f))
+    arguments = [factors] * OPERATIONS[operation]
+    text = jax.export.export(program, platforms=(platform,))(*arguments).mlir_module()
+    return sorted(re.findall(FACTORISATION, text))
+
+
+EACH = [("inverse", 1), ("eigen", 1), ("pencil", 2)]  # and how many factorisations a matrix takes
+
+
+@pytest.mark.parametrize(("operation", "each"), EACH)
+def test_on_an_accelerator_sides_of_equal_shape_are_decomposed_in_one_call(operation, each, rng):
+    assert factored(operation, "cuda", rng) == sorted(["5x5x5", "3x4x4"] * each)
+
+
+@pytest.mark.parametrize(("operation", "each"), EACH)
+def test_on_a_cpu_each_is_decomposed_by_itself(operation, each, rng):
+    assert factored(operation, "cpu", rng) == sorted((["5x5"] * 5 + ["4x4"] * 3) * each)

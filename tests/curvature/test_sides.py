@@ -193,8 +193,8 @@ def test_a_kronecker_product_with_low_sides_is_the_dense_one(which, stack, rng):
     @jax.jit
     def everything(f, v):
         damped = block.damp(f, gamma)
-        (inverse,) = decompose("inverse", [block], [damped])
-        (basis,) = decompose("eigen", [block], [f])
+        (inverse,) = decompose(lambda side: side.inverse, [block], [damped])
+        (basis,) = decompose(lambda side: side.eigen, [block], [f])
         products = [block.multiply(x, v) for x in (f, damped, inverse)]
         return *products, block.eigen_solve(basis, v, gamma, c)
 

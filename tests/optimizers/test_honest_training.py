@@ -94,19 +94,19 @@ def train(task, make, *, steps, **arguments):
     return kw.diagnostics(state), losses
 
 
-def assert_honest(told, losses):
-    assert told["steps"] == len(losses)
-    assert told["rejected_steps"] == told["rejected_refreshes"] == 0
-    assert told["outliers"] == 0
+def assert_honest(scalars, losses):
+    assert scalars["steps"] == len(losses)
+    assert scalars["rejected_steps"] == scalars["rejected_refreshes"] == 0
+    assert scalars["outliers"] == 0
     best = np.convolve(losses, np.full(20, 1 / 20), mode="valid").min()
     assert best < 0.8 * np.mean(losses[:5])
 
 
 def test_the_papers_network_never_meets_the_rule():
-    told, losses = train(
+    scalars, losses = train(
         paper_cnn(), kw.kfac, steps=80, learning_rate=0.03, damping=0.011, refresh_every=5
     )
-    assert_honest(told, losses)
+    assert_honest(scalars, losses)
 
 
 SETTINGS = {

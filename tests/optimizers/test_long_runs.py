@@ -11,7 +11,7 @@ import pytest
 import small_nets
 
 import kldwrm_jax as kw
-from kldwrm_jax.optimizers.state import next_count, raised
+from kldwrm_jax.optimizers.state import increment_if, next_count
 
 LARGEST = np.iinfo(np.int32).max
 MEMBERS = {"kfac": kw.kfac, "so": kw.so_kldwrm, "q": kw.q_kldwrm, "qe": kw.qe_kldwrm}
@@ -42,12 +42,12 @@ def long_run(make, steps, **arguments):
             memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # in kB
     assert next(traces) == 1
     assert memory[-1] - memory[1] < 20_000
-    told = kw.diagnostics(state)
-    assert told["steps"] == steps
-    assert told["refreshes"] == -(-steps // 5)
-    assert told["rejected_steps"] == told["rejected_refreshes"] == 0
+    scalars = kw.diagnostics(state)
+    assert scalars["steps"] == steps
+    assert scalars["refreshes"] == -(-steps // 5)
+    assert scalars["rejected_steps"] == scalars["rejected_refreshes"] == 0
     # A LayerNorm over three units has gradients that explode now and then.
-    assert told["outliers"] < told["refreshes"] / 1000
+    assert scalars["outliers"] < scalars["refreshes"] / 1000
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
     losses = [
         problem.oracle(params, k).loss(p) for k in range(64) for p in (problem.params, params)
@@ -82,8 +82,8 @@ def test_a_hundred_thousand_steps_leave_factors_sound_and_nothing_grows(make):
 
 def test_a_full_counter_stays_full():
     full, nearly = jnp.array(LARGEST, jnp.int32), jnp.array(LARGEST - 1, jnp.int32)
-    assert raised(full, jnp.array(True)) == raised(nearly, jnp.array(True)) == LARGEST
-    assert raised(nearly, jnp.array(False)) == LARGEST - 1
+    assert increment_if(jnp.array(True), full) == increment_if(jnp.array(True), nearly) == LARGEST
+    assert increment_if(jnp.array(False), nearly) == LARGEST - 1
 
 
 @pytest.mark.parametrize("period", [1, 7, 30, 360])
@@ -127,7 +127,7 @@ def test_past_the_largest_count_all_goes_on_as_before_it(make, arguments):
         for k in range(12):
             params, state = step(params, state, k)
         ends.append((params, state.factors, state.inverses))
-        told = kw.diagnostics(state)
-        assert told["refreshes"] == (LARGEST if count == late else 5 + 4)
-        assert told["steps"] > 0
+        scalars = kw.diagnostics(state)
+        assert scalars["refreshes"] == (LARGEST if count == late else 5 + 4)
+        assert scalars["steps"] > 0
     jax.tree.map(np.testing.assert_array_equal, *ends)

@@ -471,7 +471,7 @@ def test_bfloat16_parameters_have_float32_curvature(name, runs, small):
         params, state = step(params, state, k)
     assert step._cache_size() == 1
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
-    kept = state._replace(history=None, count=None, strange=None, monitor=None)
+    kept = state._replace(history=None, count=None, outlier_streak=None, monitor=None)
     assert {x.dtype for x in jax.tree.leaves(kept)} == {jnp.dtype(jnp.float32)}
     # The network computes in bfloat16: about the same way, not the same steps.
     expected, start = runs[name].trace[3][0], runs[name].trace[0][0]
@@ -492,7 +492,7 @@ def test_float32_parameters_under_x64_have_float64_curvature(name, runs, small):
         )
         assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.float32)}
         assert shapes(after) == shapes(state)
-        floats = state._replace(history=None, count=None, strange=None, monitor=None)
+        floats = state._replace(history=None, count=None, outlier_streak=None, monitor=None)
         assert {x.dtype for x in jax.tree.leaves(floats)} == {jnp.dtype(jnp.float64)}
         step = small_nets.jit(problem.step(tx))
         params, _ = step(problem.params, state, 0)

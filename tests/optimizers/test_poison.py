@@ -215,8 +215,8 @@ def fuzz(name, steps):
     assert counters["steps"] > steps / 3
     assert min(counters["rejected_steps"], counters["refreshes"]) > 0
     assert counters["outliers"] > 0 or steps < 10_000
-    told = kw.diagnostics(carried[1])
-    assert {key: told[key] for key in counters} == counters
+    scalars = kw.diagnostics(carried[1])
+    assert {key: scalars[key] for key in counters} == counters
     # The state is not jammed: it trains fresh parameters as well as a fresh state does.
     well, after = training.well((training.params, carried[1]))
     assert well, after["loss"][::50]
@@ -325,8 +325,8 @@ def test_blocks_that_are_masked_are_not_judged():
     state = step(problem.params, tx.init(problem.params), 1.0)
     before = state.inner_state.factors
     state = step(problem.params, state, 1e7)  # tanh: the last layer's inputs stay as they are
-    told = kw.diagnostics(state)
-    assert (told["outliers"], told["refreshes"]) == (0, 2)
+    scalars = kw.diagnostics(state)
+    assert (scalars["outliers"], scalars["refreshes"]) == (0, 2)
     assert np.abs(state.inner_state.factors["last"][0] - before["last"][0]).max() > 1e-4
     assert not state.inner_state.factors["first"][0].any()
 
@@ -360,7 +360,7 @@ def test_a_memory_that_overflows_fades_until_steps_are_taken_again():
     assert kw.diagnostics(state)["rejected_steps"] == 1
     for k in range(300):
         params, state = step(params, state, k)
-    told = kw.diagnostics(state)
-    assert told["rejected_steps"] < 200
-    assert told["steps"] > 100
+    scalars = kw.diagnostics(state)
+    assert scalars["rejected_steps"] < 200
+    assert scalars["steps"] > 100
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))

@@ -77,8 +77,8 @@ def assert_close(got, expected):
 
 def assert_finite(params, state):
     """QE's objectives apart: they tell of an inner solver that diverged."""
-    told = state.monitor._replace(objective_before=None, objective_after=None)
-    everything = params, state._replace(monitor=told)
+    scalars = state.monitor._replace(objective_before=None, objective_after=None)
+    everything = params, state._replace(monitor=scalars)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(everything))
 
 
@@ -90,10 +90,10 @@ def test_a_bad_gradient_gives_a_zero_update_and_an_unchanged_state(training, poi
     assert not any(x.any() for x in jax.tree.leaves(updates))
     assert_same(params, before[0])
     assert_same(state._replace(monitor=None), before[1]._replace(monitor=None))
-    told, previously = kw.diagnostics(state), kw.diagnostics(before[1])
-    assert told["rejected_steps"] == previously["rejected_steps"] + 1
+    scalars, previously = kw.diagnostics(state), kw.diagnostics(before[1])
+    assert scalars["rejected_steps"] == previously["rejected_steps"] + 1
     for counter in ("steps", "refreshes", "rejected_refreshes"):
-        assert told[counter] == previously[counter]
+        assert scalars[counter] == previously[counter]
     assert_finite(params, state)
     # Afterwards all is as if it had not happened.
     clean, poisoned = (training.go(*x, [at, at + 1])[0] for x in (before, (params, state)))
@@ -108,11 +108,11 @@ def test_bad_statistics_leave_the_last_good_inverse_in_use(training, poison):
     assert any(x.any() for x in jax.tree.leaves(updates))
     assert_same(state.factors, before[1].factors)
     assert_same(state.inverses, before[1].inverses)
-    told, previously = kw.diagnostics(state), kw.diagnostics(before[1])
-    assert told["rejected_refreshes"] == 1
-    assert told["refreshes"] == previously["refreshes"]
-    assert told["rejected_steps"] == 0
-    assert told["steps"] == 5
+    scalars, previously = kw.diagnostics(state), kw.diagnostics(before[1])
+    assert scalars["rejected_refreshes"] == 1
+    assert scalars["refreshes"] == previously["refreshes"]
+    assert scalars["rejected_steps"] == 0
+    assert scalars["steps"] == 5
 
     # The step is that of a step without a refresh, with the same gradient.
     if training.name in ("kfac", "so", "q"):
@@ -125,9 +125,9 @@ def test_bad_statistics_leave_the_last_good_inverse_in_use(training, poison):
     # The next good refresh is taken.
     params, state = training.go(params, state, range(5, 9))
     assert_finite(params, state)
-    told = kw.diagnostics(state)
-    assert told["rejected_refreshes"] == 1
-    assert told["refreshes"] > previously["refreshes"]
+    scalars = kw.diagnostics(state)
+    assert scalars["rejected_refreshes"] == 1
+    assert scalars["refreshes"] > previously["refreshes"]
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), state.factors, before[1].factors)
     assert max(jax.tree.leaves(moved)) > 0
 
@@ -137,9 +137,9 @@ def test_nothing_moves_before_the_first_good_refresh_and_then_all_is_normal(trai
     params, state = training.go(*start, [0, 0, 0], in_statistics=np.nan)
     assert_same(params, start[0])
     assert_finite(params, state)
-    told = kw.diagnostics(state)
-    assert told["rejected_refreshes"] == 3
-    assert told["refreshes"] == told["steps"] == 0
+    scalars = kw.diagnostics(state)
+    assert scalars["rejected_refreshes"] == 3
+    assert scalars["refreshes"] == scalars["steps"] == 0
     assert_same(state._replace(monitor=None), start[1]._replace(monitor=None))
     late, prompt = training.go(params, state, range(4)), training.go(*start, range(4))
     assert_same(late[0], prompt[0])
@@ -153,10 +153,10 @@ def test_a_run_of_poisoned_batches_stays_finite_and_recovers(training):
         in_gradient, in_statistics = rng.choice([0.0, 0.0, 0.0, np.nan, np.inf], size=2)
         params, state = training.go(params, state, [k], in_gradient, in_statistics)
         assert_finite(params, state)
-    told = kw.diagnostics(state)
-    assert told["rejected_steps"] > 3
-    assert told["rejected_refreshes"] > 0
-    assert told["steps"] > 5
+    scalars = kw.diagnostics(state)
+    assert scalars["rejected_steps"] > 3
+    assert scalars["rejected_refreshes"] > 0
+    assert scalars["steps"] > 5
     before = training.problem.oracle(params, 0).loss(training.problem.params)
     assert training.problem.oracle(params, 0).loss(params) < before
 
@@ -230,6 +230,7 @@ def test_where_averages_begin_anew_between_inversions_the_step_forgets_the_wake(
     for k in range(2):
         params, state = step(params, state, k)
     tiny = jax.tree.map(lambda x: 1e-15 * x, state.factors)
-    state = state._replace(factors=tiny, strange=np.full_like(state.strange, PATIENCE - 1))
+    nearly = jax.tree.map(lambda n: np.full_like(n, PATIENCE - 1), state.outlier_streak)
+    state = state._replace(factors=tiny, outlier_streak=nearly)
     forgetful = state._replace(pull=jax.tree.map(np.zeros_like, state.pull))
     assert_same(step(params, state, 2)[0], step(params, forgetful, 2)[0])

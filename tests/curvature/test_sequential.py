@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kldwrm_jax.curvature.one_by_one import one_by_one
+from kldwrm_jax.curvature.sequential import sequential_on_cpu
 
 
 def cholesky(m):
@@ -51,7 +51,7 @@ def test_a_stack_of_any_number_of_axes_is_done_matrix_by_matrix(
     function, arguments, stack, rng, x64
 ):
     args = [dense.spd(rng, 4, stack) for _ in range(arguments)]
-    mapped = one_by_one(function)
+    mapped = sequential_on_cpu(function)
     assert_each(jax.jit(mapped)(*args), function, stack, *args)
     if len(stack) == 1:
         assert_each(mapped(*args), function, stack, *args)
@@ -63,13 +63,13 @@ def test_a_stack_of_any_number_of_axes_is_done_matrix_by_matrix(
 @pytest.mark.parametrize("axes", [(0, None), (None, 0)], ids=["first", "second"])
 def test_a_vmap_over_one_of_two_arguments_repeats_the_other(axes, rng, x64):
     args = [dense.spd(rng, 4, () if axis is None else (3,)) for axis in axes]
-    got = jax.jit(jax.vmap(one_by_one(whitened), in_axes=axes))(*args)
+    got = jax.jit(jax.vmap(sequential_on_cpu(whitened), in_axes=axes))(*args)
     assert_each(got, whitened, (3,), *(np.broadcast_to(x, (3, 4, 4)) for x in args))
 
 
 def test_a_vmap_over_another_axis_is_the_plain_one(rng, x64):
     m = dense.spd(rng, 4, (3,))
-    got = jax.vmap(one_by_one(cholesky), in_axes=1)(np.moveaxis(m, 0, 1))
+    got = jax.vmap(sequential_on_cpu(cholesky), in_axes=1)(np.moveaxis(m, 0, 1))
     assert_each(got, cholesky, (3,), m)
 
 
@@ -90,7 +90,7 @@ def test_on_a_cpu_lapack_gets_one_matrix_at_a_time(function, arguments, stack):
     for _ in stack:
         batched = jax.vmap(batched)
     assert max(lapack_operands(batched, *args)) > 2  # as it would be
-    mapped = one_by_one(function)
+    mapped = sequential_on_cpu(function)
     for program in (mapped, jax.vmap(mapped)):
         assert max(lapack_operands(program, *args)) == 2
 
@@ -99,7 +99,7 @@ def test_on_a_cpu_lapack_gets_one_matrix_at_a_time(function, arguments, stack):
 @each_function
 def test_elsewhere_a_stack_is_one_batched_call(function, arguments, platform):
     args = [jax.ShapeDtypeStruct((2, 3, 4, 4), jnp.float32)] * arguments
-    exported = jax.export.export(jax.jit(one_by_one(function)), platforms=(platform,))(*args)
+    exported = jax.export.export(jax.jit(sequential_on_cpu(function)), platforms=(platform,))(*args)
     program = exported.mlir_module()
     assert "stablehlo.while" not in program
     batched = [line for line in program.splitlines() if "custom_call" in line or "cholesky" in line]

@@ -1,8 +1,8 @@
-"""Decompositions of a stack of matrices, which on a CPU are done one after another.
+"""Decompositions of stacked matrices, one after another on a CPU.
 
-JAX hands a stack of matrices to LAPACK on several threads at once, and LAPACK starts threads of its
-own: two such calls in one program may wait for each other for ever, or corrupt memory (JAX's issue
-39292). One matrix at a time has neither fault, and costs no more: each uses every core by itself.
+For a batched LAPACK call JAX starts several threads, and LAPACK starts its own in each of them: two
+such calls in one program can deadlock or corrupt memory (JAX issue 39292). One matrix at a time
+avoids both and costs no more, since each call already uses every core.
 """
 
 import functools
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def one_by_one(function: Function) -> Function:
-    """A function of matrices, for stacks of them: in a loop on a CPU, batched elsewhere."""
+def sequential_on_cpu(function: Function) -> Function:
+    """Extends a function of matrices to stacks of them: a loop on a CPU, batched elsewhere."""
     single = jax.custom_batching.custom_vmap(function)
 
     @single.def_vmap

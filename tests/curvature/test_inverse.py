@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 import kldwrm_jax as kw
 from kldwrm_jax.curvature import (
     Diagonal,
-    Factored,
+    FactoredDamping,
     Kronecker,
     LayerBlock,
     Parameter,
-    Product,
+    ProductDamping,
 )
-from kldwrm_jax.optimizers.inverse import turns
+from kldwrm_jax.curvature.inverse import slots
 from kldwrm_jax.paths import leaves_by_path
 
 GAMMA, LR = 0.05, 0.3
-DAMPING = {"product": Product(), "factored": Factored()}
+DAMPING = {"product": ProductDamping(), "factored": FactoredDamping()}
 each_mode = pytest.mark.parametrize("mode", DAMPING)
 
 
@@ -91,14 +91,14 @@ def layer(name, inputs, outputs, stack=(), block=None):
 def plan(blocks, period):
     """``{name: [(step, copies)]}``; of a block that is not stacked, its only copy is 0."""
     planned = {block.name: [] for block in blocks}
-    for turn in turns(blocks, period):
-        for block in turn.blocks:
-            for i, step in enumerate(turn.steps):
-                if turn.copies is None:
+    for slot in slots(blocks, period):
+        for block in slot.blocks:
+            for i, step in enumerate(slot.steps):
+                if slot.copies is None:
                     copies = [0]
                 else:  # a slice, which does not reach over the end
-                    last = block.shapes[0][0] - turn.copies
-                    copies = [min(i * turn.copies, last) + j for j in range(turn.copies)]
+                    last = block.shapes[0][0] - slot.copies
+                    copies = [min(i * slot.copies, last) + j for j in range(slot.copies)]
                 planned[block.name].append((step, copies))
     return planned
 
@@ -352,15 +352,15 @@ def test_at_the_end_of_a_period_all_inverses_are_those_of_the_present_factors(na
 @each_member
 def test_diagnostics_of_training_in_turns(name):
     run = staggered(name)
-    told = kw.diagnostics(run.after(STEPS - 1))
-    assert told["steps"] == STEPS
-    assert told["refreshes"] == (STEPS if name in EVERY else 3)
-    assert told["rejected_refreshes"] == told["rejected_steps"] == 0
+    scalars = kw.diagnostics(run.after(STEPS - 1))
+    assert scalars["steps"] == STEPS
+    assert scalars["refreshes"] == (STEPS if name in EVERY else 3)
+    assert scalars["rejected_refreshes"] == scalars["rejected_steps"] == 0
     rho = {"q": 0.5, "qe": 0.5}.get(name.split(",")[0])
     if rho:  # as between refreshes, on every step
-        np.testing.assert_allclose(told["contraction"], rho * LR / (1 + LR), rtol=1e-6)
+        np.testing.assert_allclose(scalars["contraction"], rho * LR / (1 + LR), rtol=1e-6)
     else:
-        assert told["contraction"] == 0
+        assert scalars["contraction"] == 0
     first, last = (deep().oracle(p, 0).loss(p) for p, _ in (run.trace[0], run.trace[-1]))
     assert last < first
 
@@ -612,7 +612,7 @@ def test_a_wide_side_of_low_rank_is_inverted_in_a_tenth_of_the_time():
     def timed(inverse):
         @jax.jit
         def run(factors, old):
-            return inverse.make(Product(), [Kronecker()], factors, GAMMA, old)
+            return inverse.make(ProductDamping(), [Kronecker()], factors, GAMMA, old)
 
         shapes = jax.eval_shape(run, factors, None)
         old = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

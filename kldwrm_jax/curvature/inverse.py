@@ -8,36 +8,38 @@ from typing import Any
 from jax.sharding import Mesh
 
 from kldwrm_jax.arguments import Scalar, check_choice, check_count
-from kldwrm_jax.curvature import Block, Damping, Devices, Diagonal, LayerBlock, decompose
-from kldwrm_jax.curvature.blocks import Factors
+from kldwrm_jax.curvature.blocks import Block, Diagonal, Factors
+from kldwrm_jax.curvature.decompositions import decompose
+from kldwrm_jax.curvature.devices import Devices
+from kldwrm_jax.curvature.layers import LayerBlock
 from kldwrm_jax.curvature.sides import Matrix, start_subspace
+from kldwrm_jax.curvature.solvers import DampingMode
 
 
 @dataclasses.dataclass(frozen=True)
 class Inverse:
     r"""How inverses are made, and when.
 
-    With ``stagger`` or ``method="randomized"``, Q and QE take :math:`B_k = \bar F_k` at a refresh
-    too, as they do on the steps between.
+    With ``stagger`` or ``method="randomized"``, Q and QE use :math:`B_k = \bar F_k` at a refresh,
+    too, as they do on the steps in between.
 
     Args:
-      every: steps between two inversions, a multiple of ``refresh_every``; None inverts at every
-        refresh. In between, statistics go on being averaged while the step uses the inverse there
-        is. The ``proposed`` wake then belongs to the average that was inverted, as if no statistics
-        had come since; the ``taken`` wake, which holds for any steps, to the newest average.
-      stagger: whether the inversions of a period are spread over its steps, a few layers (or copies
-        of a stacked layer) on each, so that no step is much slower than the others. The first are
-        made all at once.
-      method: ``"full"``, or ``"randomized"``: of every side wider than ``rank`` only the leading
-        eigenvectors are found, by subspace iteration from those of the time before, and the rest of
-        its spectrum is replaced by its mean. For wide layers, where a full decomposition costs too
-        much.
+      every: steps between two inversions, a multiple of ``refresh_every``; with None, every refresh
+        inverts. In between, statistics are averaged while steps use the last inverse. The
+        ``"proposed"`` wake then belongs to the average that was inverted; the ``"taken"`` wake,
+        which holds for any steps, to the newest average.
+      stagger: spreads the inversions of a period over its steps, a few layers (or copies of a
+        stacked layer) per step, so that no step is much slower than the others. The first
+        inversions are all made at once.
+      method: ``"full"``, or ``"randomized"``: of a side wider than ``rank``, only the leading
+        eigenvectors are computed, by subspace iteration from the previous ones, and the rest of the
+        spectrum is replaced by its mean. For wide layers, where a full decomposition is too
+        expensive.
       rank: how many eigenvectors ``"randomized"`` keeps.
-      mesh: whose devices share the decompositions out among themselves: each does some of the
-        matrices, and a sum over the devices gives all of them to all. By None each device does them
-        all, which is what XLA makes of replicated matrices by itself.
-      axis: the name of the mesh's axis along which they are shared out, or several names; all axes
-        by None.
+      mesh: a mesh whose devices share the decompositions out: each does some of the matrices, and a
+        sum over the devices distributes the results. With None, each device does all of them,
+        which is what XLA does with replicated matrices.
+      axis: the mesh axis, or axes, to share out over; all of them with None.
 
     Example:
       >>> import kldwrm_jax as kw
@@ -74,11 +76,11 @@ class Inverse:
             raise ValueError(f"mesh must be a jax.sharding.Mesh, got {self.mesh!r}")
         if self.mesh is None and self.axis is not None:
             raise ValueError(f"axis={self.axis!r} needs the mesh it is an axis of, got mesh=None")
-        _ = self.devices  # checks its own arguments
+        _ = self.devices  # checks the axes
 
     @property
     def devices(self) -> Devices | None:
-        """Those that share the decompositions out, if they are to."""
+        """Devices that share the decompositions out, or None."""
         if self.mesh is None:
             return None
         axis = self.mesh.axis_names if self.axis is None else self.axis
@@ -91,22 +93,24 @@ class Inverse:
 
     def make(
         self,
-        damping: Damping,
+        mode: DampingMode,
         blocks: Sequence[Block],
         factors: Sequence[Factors],
-        gamma: Scalar,
+        damping: Scalar,
         old: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """What is cached of every block's factors; ``old`` caches, if any, are a start."""
+        """What is cached of every block's factors; iterative methods start from ``old`` caches."""
         if self.rank is not None:
             before = old or [None] * len(blocks)
             starts = [_starts(*own, self.rank) for own in zip(blocks, factors, before, strict=True)]
-            factors = decompose("compress", blocks, factors, starts, devices=self.devices)
-        return damping.invert(blocks, factors, gamma)
+            factors = decompose(
+                lambda side: side.compress, blocks, factors, starts, devices=self.devices
+            )
+        return mode.invert(blocks, factors, damping)
 
 
 def _starts(block: Block, f: Factors, cache: Any, rank: int) -> Any:
-    """For every side a subspace to begin with, or None where it stays as it is."""
+    """For every side a subspace to start from, or None where it stays as it is."""
     sides = block.split(f)
     before = [None] * len(sides) if cache is None else [x for _, x in block.split(cache)]
     return block.join(
@@ -118,10 +122,13 @@ def _starts(block: Block, f: Factors, cache: Any, rank: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
-    """What is inverted on one step of a period: blocks, ``copies`` of each, from ``steps`` on.
+class InversionSlot:
+    """What is inverted on the same steps of a period.
 
-    ``steps`` are several where the copies of a stacked block are taken in turn.
+    Args:
+      blocks: that are inverted.
+      steps: of the period; several where the copies of a stacked block are inverted in turn.
+      copies: of a stacked block per step; None if the blocks are inverted whole.
     """
 
     blocks: tuple[LayerBlock, ...]
@@ -129,17 +136,17 @@ class Turn:
     copies: int | None = None
 
 
-def turns(blocks: Sequence[LayerBlock], period: int) -> list[Turn]:
-    """Who is inverted when: work spread evenly over the steps after the first of a period."""
+def slots(blocks: Sequence[LayerBlock], period: int) -> list[InversionSlot]:
+    """Spreads inversions over the steps after the first of a period, with about equal work."""
     steps = period - 1
     stacked = [block for block in blocks if _copies(block) > 1]
     load = [0] * steps
-    planned: list[Turn] = []
+    planned: list[InversionSlot] = []
     for block in sorted(stacked, key=_work, reverse=True):
         copies = -(-_copies(block) // steps)
         count = -(-_copies(block) // copies)
         start = min(range(steps - count + 1), key=lambda i: sum(load[i : i + count]))
-        planned.append(Turn((block,), range(1 + start, 1 + start + count), copies))
+        planned.append(InversionSlot((block,), range(1 + start, 1 + start + count), copies))
         for step in range(start, start + count):
             load[step] += _work(block) // count
     whole: dict[int, list[LayerBlock]] = {}
@@ -147,12 +154,12 @@ def turns(blocks: Sequence[LayerBlock], period: int) -> list[Turn]:
         lightest = min(range(steps), key=load.__getitem__)
         load[lightest] += _work(block)
         whole.setdefault(lightest, []).append(block)
-    planned += [Turn(tuple(own), range(1 + i, 2 + i)) for i, own in sorted(whole.items())]
+    planned += [InversionSlot(tuple(own), range(1 + i, 2 + i)) for i, own in sorted(whole.items())]
     return planned
 
 
 def _copies(block: LayerBlock) -> int:
-    """Independent matrices along the first axis of every factor."""
+    """Independent matrices along the first axis of each factor."""
     if isinstance(block.block, Diagonal):
         return 1
     lone = 1 if block.block.a_diagonal else 2
@@ -160,7 +167,7 @@ def _copies(block: LayerBlock) -> int:
 
 
 def _work(block: LayerBlock) -> int:
-    """Multiplications of a decomposition, up to a constant."""
+    """Flops of the decompositions, up to a constant."""
     if isinstance(block.block, Diagonal):
         return 0
     widths = [

@@ -1,0 +1,169 @@
+r"""The direction of a step: a batch's curvature, averaged and inverted, times the gradients.
+
+A refresh has two parts. First the batch is *observed*: after that it is known which blocks restart
+and so what the wake remembers. Then the average is *inverted*, and the direction *solved* for.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from kldwrm_jax.capture import Oracle
+from kldwrm_jax.curvature import (
+    AveragedFisher,
+    Averages,
+    CachedInverse,
+    LayerBlock,
+    Operator,
+    QuadraticSolver,
+    Refreshed,
+    StepScalars,
+    unchanged,
+)
+from kldwrm_jax.curvature.blocks import Factors
+from kldwrm_jax.finite import all_finite, total
+from kldwrm_jax.optimizers.gradients import Gradients
+from kldwrm_jax.paths import Leaves
+
+
+class StepInputs(NamedTuple):
+    """What one step is made from."""
+
+    blocks: list[LayerBlock]  # of the parameters that are not masked
+    k: jax.Array  # the step count
+    oracle: Oracle
+    gradients: Gradients
+    at: StepScalars
+
+
+class Direction(NamedTuple):
+    """What the curvature makes of ``h``, and of ``rhs``, which is ``h`` with weight decay."""
+
+    v: Leaves  # [F_bar + lr B]^-1 rhs: the step is -v before it is clipped
+    fisher_v: Leaves  # F_bar [F_bar + lr B]^-1 h: what the wake remembers, if there is one
+    size: jax.Array  # float []: v' rhs
+    contraction: jax.Array  # float []: ||I - Mhat||
+    b: dict[str, Factors] | None  # B_k, undamped; None if it is the average
+
+    def scaled(self, c: jax.Array) -> "Direction":
+        """The direction of gradients times ``c``."""
+        v, fisher_v = optax.tree.scale(c, (self.v, self.fisher_v))
+        return self._replace(v=v, fisher_v=fisher_v, size=c**2 * self.size)
+
+
+def solve(
+    operators: list[Operator], inputs: StepInputs, restart: Mapping[str, jax.Array]
+) -> Direction:
+    """The direction of every block, by its operator."""
+    gradients = inputs.gradients.forget(inputs.blocks, restart)
+    # [c F + lr c B]^-1 (lr m + c R) = [F + lr B]^-1 ((lr / c) m + R)
+    lr = inputs.at.lr / inputs.at.calibration
+    h = gradients.effective(lr)
+    rhs = gradients.right_side(lr, h)
+    v: Leaves = {}
+    fisher_v: Leaves = {}
+    sizes, contractions = [], []
+    for block, operator in zip(inputs.blocks, operators, strict=True):
+        right, remembered = block.gather(rhs), block.gather(h)
+        x = operator.solve(right)
+        v |= block.scatter(x)
+        if gradients.pull is not None:
+            y = x if rhs is h else operator.solve(remembered)
+            fisher_v |= block.scatter(operator.times_average(remembered, y))
+        sizes.append(jnp.vdot(x, right, precision=jax.lax.Precision.HIGHEST))
+        contractions.append(jnp.asarray(operator.contraction, float))
+    return Direction(v, fisher_v, total(sizes), jnp.max(jnp.stack(contractions)), b=None)
+
+
+def solve_cached(fisher: AveragedFisher, inputs: StepInputs, refreshed: Refreshed) -> Direction:
+    r"""The direction by the stored inverses, with :math:`B_k = \bar F_k`."""
+    inverses = refreshed.averages.inverses
+    inverse = CachedInverse(inputs.blocks, fisher.solver, inverses, inputs.at)
+    return solve(inverse.operators, inputs, refreshed.restart)
+
+
+def observe(
+    fisher: AveragedFisher, before: Averages, inputs: StepInputs
+) -> tuple[Refreshed, dict[str, Factors]]:
+    """The averages with the batch's statistics, and those statistics."""
+    fresh = _statistics(inputs.oracle, before.factors)
+    usable = all_finite(inputs.gradients.g)
+    return fisher.observe(inputs.blocks, before, fresh, usable, inputs.at)
+
+
+def advance(
+    fisher: AveragedFisher, before: Averages, inputs: StepInputs, *, wants_b: bool = False
+) -> tuple[Refreshed, Direction]:
+    """The averages, refreshed if that is due, and the direction they give, with ``b`` if wanted."""
+    as_before = unchanged(before, inputs.blocks)
+    solver = fisher.fresh_solver
+    if solver is None:
+        refreshed = fisher.if_refresh(
+            inputs.k, lambda: observe(fisher, before, inputs)[0], lambda: as_before
+        )
+        # In a branch of its own: the memory that the statistics needed is free by now.
+        refreshed = fisher.invert(inputs.blocks, refreshed, inputs.k, inputs.at)
+        return refreshed, solve_cached(fisher, inputs, refreshed)
+
+    def cached(refreshed: Refreshed) -> tuple[Refreshed, Direction]:
+        b = refreshed.averages.factors if wants_b else None
+        return refreshed, solve_cached(fisher, inputs, refreshed)._replace(b=b)
+
+    # Solved outside of the branches, where it overlaps with the backward pass.
+    kept = cached(as_before)
+
+    def refresh() -> tuple[Refreshed, Direction]:
+        observed, fresh = observe(fisher, before, inputs)
+        return fisher.if_inversion(
+            inputs.k,
+            lambda: _solve_fresh(solver, inputs, observed, fresh, kept),
+            lambda: cached(observed),
+        )
+
+    return fisher.if_refresh(inputs.k, refresh, lambda: kept)
+
+
+def _solve_fresh(
+    solver: QuadraticSolver,
+    inputs: StepInputs,
+    observed: Refreshed,
+    fresh: dict[str, Factors],
+    kept: tuple[Refreshed, Direction],
+) -> tuple[Refreshed, Direction]:
+    r"""New inverses, and the direction with the batch's own curvature as :math:`B_k`.
+
+    ``kept`` is what stays if the statistics, the inverses or the direction are not finite.
+    """
+    names, averages = [block.name for block in inputs.blocks], observed.averages
+    inverses, operators = solver.refresh(
+        [block.block for block in inputs.blocks],
+        [averages.factors[name] for name in names],
+        [fresh[name] for name in names],
+        inputs.at,
+    )
+    direction = solve(operators, inputs, observed.restart)
+    finite = all_finite((inverses, direction))
+    if kept[1].b is not None:
+        direction = direction._replace(b=averages.factors | fresh)
+    inverted = averages.inverses | dict(zip(names, inverses, strict=True))
+    new = observed._replace(averages=averages._replace(inverses=inverted)), direction
+    rejected = observed.rejected | (observed.refreshed & ~finite)
+    old = kept[0]._replace(rejected=rejected), kept[1]
+    return jax.lax.cond(observed.refreshed & finite, lambda: new, lambda: old)
+
+
+def _statistics(oracle: Oracle, known: dict[str, Factors]) -> dict[str, Factors]:
+    """The oracle's factors, if they are those of the optimizer's blocks."""
+    fresh = optax.tree.cast(oracle.factors(), float)
+    theirs, ours = (jax.tree.map(jnp.shape, factors) for factors in (fresh, known))
+    for name in ours | theirs:
+        if theirs.get(name) != ours.get(name):
+            raise ValueError(
+                f"the block {name!r} has factors of shape {theirs.get(name)} in the oracle and "
+                f"{ours.get(name)} in the optimizer: make both from the same "
+                f"net = kldwrm_jax.instrument(...)"
+            )
+    return fresh

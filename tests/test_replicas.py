@@ -1,0 +1,92 @@
+"""Seeds trained side by side by ``vmap``: the same as one by one, and refreshed only when due."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_nets
+
+import kldwrm_jax as kw
+from kldwrm_jax.replicas import shared_any, shared_count
+
+SEEDS, STEPS, EVERY = 3, 6, 4
+MEMBERS = {
+    "kfac": (kw.kfac, {}),
+    "kfac, staggered": (kw.kfac, {"inverse": kw.Inverse(stagger=True)}),
+    "kfac, calibrated": (kw.kfac, {"calibrate": True}),
+    "so": (kw.so_kldwrm, {}),
+    "q": (kw.q_kldwrm, {}),
+    "qe": (kw.qe_kldwrm, {"capacity": 2, "inner_steps": 1}),
+}
+each_member = pytest.mark.parametrize("name", MEMBERS)
+
+
+def training(name):
+    """A function that trains from one seed."""
+    problem = small_nets.problem(norm=False)
+    make, settings = MEMBERS[name]
+    tx = make(problem.layers, 0.05, refresh_every=EVERY, **settings)
+    step = problem.step(tx)
+
+    def train(seed):
+        def shifted(p):
+            return p + 0.01 * jax.random.normal(jax.random.key(seed), p.shape)
+
+        params = jax.tree.map(shifted, problem.params)
+        state = tx.init(params)
+        for k in range(STEPS):
+            params, state = step(params, state, k)
+        return params, state
+
+    return train
+
+
+@each_member
+def test_replicas_are_trained_as_each_would_be_alone(name, x64):
+    train = training(name)
+    seeds = jnp.arange(SEEDS)
+    together, state = small_nets.jit(jax.vmap(train))(seeds)
+    alone = small_nets.jit(train)
+    for seed in range(SEEDS):
+        expected, own = alone(seeds[seed])
+        jax.tree.map(
+            lambda x, y, seed=seed: np.testing.assert_allclose(x[seed], y, rtol=1e-9, atol=1e-11),
+            together,
+            expected,
+        )
+        assert state.monitor.refreshes[seed] == own.monitor.refreshes == 2
+
+
+def factorisations(jaxpr):
+    """How many there are outside of all branches."""
+    count = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "cond":
+            continue
+        count += equation.primitive.name in ("cholesky", "eigh")
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value if hasattr(value, "eqns") else None)
+            if inner is not None:
+                count += factorisations(inner)
+    return count
+
+
+@each_member
+def test_a_vmap_keeps_the_refresh_in_its_branch(name):
+    """A branch that has become a select runs on every step."""
+    problem = small_nets.problem(norm=False)
+    make, settings = MEMBERS[name]
+    tx = make(problem.layers, 0.05, refresh_every=EVERY, **settings)
+    step = problem.step(tx)
+    params = jax.tree.map(lambda p: jnp.stack([p] * SEEDS), problem.params)
+    states = jax.vmap(tx.init)(params)
+    program = jax.make_jaxpr(jax.vmap(lambda p, s: step(p, s, 0)))(params, states)
+    assert factorisations(program.jaxpr) == 0
+
+
+def test_the_decision_of_replicas_is_one():
+    counts, flags = jnp.array([4, 4, 4]), jnp.array([False, True, False])
+    count = jax.vmap(shared_count, out_axes=None)(counts)
+    assert count == 4
+    assert jax.vmap(shared_any, out_axes=None)(flags)
+    assert shared_count(jnp.array(3)) == 3
