@@ -2,7 +2,7 @@
 
 from kldwrm_jax.capture.instrument import Instrumented, instrument
 from kldwrm_jax.capture.kl_report import KLReport, kl_report
-from kldwrm_jax.capture.mark import tag
 from kldwrm_jax.capture.oracle import Oracle
+from kldwrm_jax.capture.tag import tag
 
 __all__ = ["Instrumented", "KLReport", "Oracle", "instrument", "kl_report", "tag"]

@@ -11,13 +11,15 @@ from flax import nnx
 
 from kldwrm_jax.arguments import check_choice, check_count
 from kldwrm_jax.capture.call import Call
-from kldwrm_jax.capture.function import survey_function
-from kldwrm_jax.capture.linen import survey_linen
+from kldwrm_jax.capture.function import FunctionAdapter
+from kldwrm_jax.capture.layer_call import Options
+from kldwrm_jax.capture.likelihood_term import LikelihoodTerm
+from kldwrm_jax.capture.linen import LinenAdapter
 from kldwrm_jax.capture.micro_batches import SplitOracle
-from kldwrm_jax.capture.model import Model
-from kldwrm_jax.capture.nnx import survey_nnx
+from kldwrm_jax.capture.model import Adapter, Model
+from kldwrm_jax.capture.nnx import adapt_nnx
 from kldwrm_jax.capture.oracle import Oracle
-from kldwrm_jax.capture.readings import Options
+from kldwrm_jax.capture.survey import survey
 from kldwrm_jax.curvature import Layers
 from kldwrm_jax.likelihoods import Likelihood
 
@@ -27,7 +29,7 @@ class Instrumented:
     """A model whose layers are known. Made by :func:`instrument`.
 
     ``layers`` is the table of curvature blocks, which optimizers are built from; ``likelihood`` is
-    what the outputs mean; ``oracle`` binds parameters and a batch.
+    that of the outputs; ``oracle`` binds parameters and a batch.
     """
 
     layers: Layers
@@ -47,7 +49,7 @@ class Instrumented:
         micro_batches: int = 1,
         **kwargs: Any,
     ) -> Oracle:
-        """Binds parameters and a batch; computes nothing until it is asked.
+        """Binds parameters and a batch; nothing is computed until a method is called.
 
         Args:
           params: the ``params`` of a Linen model; an NNX model itself, as it is now, or its
@@ -55,53 +57,49 @@ class Instrumented:
           *args: the batch, as the model takes it.
           targets: labels; needed by ``fisher="empirical"`` and by ``oracle.loss``.
           key: a PRNG key; needed by ``fisher="sampled"``.
-          weights: over the outputs' leading axes, 0 for padding: an example's or a token's. Layers
+          weights: of examples or tokens, over the outputs' leading axes; 0 for padding. Layers
             under a scan over time see an example's weights only, summed over its tokens. Every
             layer must see the examples along the first axis of its input, or one by one under a
             ``vmap``.
           variables: other collections of a Linen model, such as ``batch_stats``; they run mutable
-            and their updates are dropped. Those of an NNX model come with it.
-          rngs: as in ``model.apply``; for an NNX model, what it takes as its argument ``rngs``. The
-            same masks serve every question to this oracle.
-          micro_batches: in how many parts the batch is gone through, one after another, to spare
-            memory: gradients and statistics are those of the whole batch, as they would not be with
-            ``optax.MultiSteps``. Arguments whose first axis is as long as the batch are split; give
-            one that is so by chance an axis of length one in front.
+            and their updates are dropped. An NNX model brings its own.
+          rngs: as in ``model.apply``; for an NNX model, its argument ``rngs``. Every method of this
+            oracle uses the same dropout masks.
+          micro_batches: the number of parts in which the batch is processed, one after another, to
+            save memory. Unlike with ``optax.MultiSteps``, gradients and statistics are those of the
+            whole batch. Arguments whose first axis has the length of the batch are split; give one
+            that should not be a leading axis of length one.
           **kwargs: keyword arguments of the model. Python bools, strings, None and callables among
             the arguments are part of the oracle's structure, not leaves.
 
         Returns:
           An :class:`~kldwrm_jax.capture.oracle.Oracle`, for ``tx.update(..., oracle=oracle)``.
         """
+        check_count("micro_batches", micro_batches)
         if weights is not None:
             weights = jnp.asarray(weights, float)
-        params, call = self.model.bind(params, Call(args, kwargs, variables or {}, rngs))
-        fields = (self.model, self.likelihood, self.fisher, params, call, targets, key, weights)
-        check_count("micro_batches", micro_batches)
-        return Oracle(*fields) if micro_batches == 1 else SplitOracle(*fields, parts=micro_batches)
+        term = LikelihoodTerm(self.likelihood, self.fisher, targets, key, weights)
+        params, call = self.model.adapter.bind(params, Call(args, kwargs, variables or {}, rngs))
+        if micro_batches == 1:
+            return Oracle(self.model, term, params, call)
+        return SplitOracle(self.model, term, params, call, parts=micro_batches)
 
     def value_and_grad(
         self, params: Any, *args: Any, targets: Any, **kwargs: Any
     ) -> tuple[jax.Array, Any, Oracle]:
         """Loss, gradient and oracle of a batch in one forward pass.
 
-        A refresh then does a backward pass only. Every step keeps what that pass would need until
-        it is known not to be due: that costs little where matrix products dominate, and some
-        percent of a step where they do not; with a long period :meth:`oracle` may be the faster.
+        A refresh then only needs a backward pass. Every step keeps the residuals of that pass until
+        it is known whether a refresh is due, which costs little where matrix products dominate;
+        elsewhere, and with a long period, :meth:`oracle` may be faster.
 
-        The loss is ``oracle.loss``, the mean negative log-likelihood: where yours has other terms,
-        take its gradient yourself and use :meth:`oracle`.
-
-        Args:
-          params: as for :meth:`oracle`.
-          *args: the batch, as the model takes it.
-          targets: labels.
-          **kwargs: as for :meth:`oracle`.
+        The loss is ``oracle.loss``, the mean negative log-likelihood. If yours has other terms,
+        take its gradient yourself and use :meth:`oracle`. Arguments are those of :meth:`oracle`.
 
         Returns:
-          The loss; its gradient, shaped like ``params``; the oracle. The collections given as
-          ``variables`` are ``oracle.variables`` after the pass; those of an NNX model are taken
-          over by ``nnx.update(model, oracle.variables)``.
+          The loss; its gradient, shaped like ``params``; the oracle. ``oracle.variables`` are the
+          collections given as ``variables`` after the pass; for an NNX model, take them over by
+          ``nnx.update(model, oracle.variables)``.
 
         Example:
           >>> import flax.linen as nn, jax, jax.numpy as jnp, optax
@@ -137,22 +135,21 @@ def instrument(
     rngs: Mapping[str, jax.Array] | jax.Array | None = None,
     **kwargs: Any,
 ) -> Instrumented:
-    r"""Finds a model's layers and says which curvature each of them gets.
+    r"""Finds a model's layers and chooses a curvature block for each.
 
-    The model is traced with shapes alone and is not changed. In Flax's Linen and NNX layers are
-    found by themselves; a plain function marks its own with :func:`~kldwrm_jax.tag`. Dense or
-    Linear, DenseGeneral (and so attention), Einsum, Conv and ConvTranspose, recurrent cells and
-    Embed get Kronecker blocks
-    :math:`A \otimes G`; normalisations get diagonal blocks of squared per-example gradients. Every
-    other parameter gets, by ``uncovered``, an error or a diagonal block, the square of the gradient
-    of :math:`\sum_n \epsilon_n \sqrt{w_n/W}\, \ell_n` with random signs :math:`\epsilon`, an
-    unbiased but noisy estimate of the Fisher's diagonal. ``print(net.layers)`` shows it all.
+    The model is traced with shapes alone and is not changed. Layers of Flax Linen and NNX are found
+    automatically; a plain function tags its own with :func:`~kldwrm_jax.tag`. Dense or Linear,
+    DenseGeneral (and so attention), Einsum, Conv and ConvTranspose, recurrent cells and Embed get
+    Kronecker blocks :math:`A \otimes G`; normalisations get diagonal blocks of squared per-example
+    gradients. Every other parameter gets, by ``uncovered``, an error or a diagonal block: the
+    squared gradient of :math:`\sum_n \epsilon_n \sqrt{w_n/W}\, \ell_n` with random signs
+    :math:`\epsilon`, an unbiased but noisy estimate of the Fisher's diagonal.
 
     Args:
       model: a Flax Linen module; a Flax NNX module; or a function of parameters and a batch.
-      likelihood: what the outputs mean, such as :class:`~kldwrm_jax.Categorical`.
+      likelihood: of the outputs, such as :class:`~kldwrm_jax.Categorical`.
       *args: an example call of the model: arrays or ``jax.ShapeDtypeStruct``. Only shapes matter,
-        and the batch size may differ later. For a function the parameters are its first argument:
+        and the batch size may differ later. For a function, the first argument is its parameters:
         any pytree, whose floating-point leaves are trained.
       fisher: ``"sampled"`` (labels drawn from the model: the Fisher of the paper's definition),
         ``"empirical"`` (the data's labels) or ``"exact"`` (the full expectation).
@@ -161,7 +158,7 @@ def instrument(
         (inputs are averaged, output gradients summed over the axes after the first). Embed always
         expands.
       uncovered: ``"diagonal"`` or ``"error"``, for parameters that no rule covers.
-      max_factor: a side of a block that is larger is kept as its diagonal.
+      max_factor: larger sides of a block are kept as their diagonal.
       output: picks what the likelihood sees from what the model returns.
       variables: the model's variables, or their shapes, if ``model.init`` cannot be called with
         these arguments.
@@ -193,21 +190,6 @@ def instrument(
       >>> a.shape, g.shape
       ((6, 6), (8, 8))
 
-      The same in NNX; the model stays as it is.
-
-      >>> from flax import nnx
-      >>> model = nnx.Sequential(
-      ...     nnx.Linear(5, 8, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(8, 3, rngs=nnx.Rngs(1))
-      ... )
-      >>> net = kw.instrument(model, kw.Categorical(), x)
-      >>> optimizer = nnx.Optimizer(model, kw.kfac(net.layers, 0.1), wrt=nnx.Param)
-      >>> @nnx.jit
-      ... def step(model, optimizer, key):
-      ...     oracle = net.oracle(model, x, targets=y, key=key)
-      ...     grads = nnx.grad(lambda m: kw.Categorical().nll(m(x), y).mean())(model)
-      ...     optimizer.update(model, grads, oracle=oracle)
-      >>> step(model, optimizer, jax.random.key(1))
-
     References:
       Martens, Grosse, `Optimizing Neural Networks with Kronecker-factored Approximate Curvature
       <https://arxiv.org/abs/1503.05671>`_, 2015; Eschenhagen et al., `Kronecker-Factored
@@ -224,28 +206,24 @@ def instrument(
             f"likelihood must implement kldwrm_jax.Likelihood, as kldwrm_jax.Categorical() does, "
             f"got {likelihood!r}"
         )
-    options = Options(bias, sharing, max_factor)
-    call = Call(args, kwargs, variables or {}, rngs)
-    seen = _survey(model, output, options, call)
-    if uncovered == "error" and seen.uncovered:
-        notes = "; ".join(f"{path} ({seen.layers[path].note})" for path in seen.uncovered)
+    adapter = _adapter(model, Options(bias, sharing, max_factor))
+    found = survey(adapter, output, Call(args, kwargs, variables or {}, rngs))
+    if uncovered == "error" and found.uncovered:
+        notes = "; ".join(f"{path} ({found.layers[path].note})" for path in found.uncovered)
         raise ValueError(
             f"uncovered='error' and no rule covers {notes}. Pass uncovered='diagonal' to give them "
             f"diagonal blocks, or train them with another optimizer through optax.partition"
         )
-    return Instrumented(seen.layers, likelihood, fisher, seen)
+    return Instrumented(found.layers, likelihood, fisher, found)
 
 
-def _survey(
-    model: Any, output: Callable[[Any], jax.Array] | None, options: Options, call: Call
-) -> Model:
-    """The front end of a model, by its type."""
+def _adapter(model: Any, options: Options) -> Adapter:
     if isinstance(model, nn.Module):
-        return survey_linen(model, output, options, call)
+        return LinenAdapter(options, model)
     if isinstance(model, nnx.Module):
-        return survey_nnx(model, output, options, call)
+        return adapt_nnx(model, options)
     if callable(model) and not isinstance(model, type):
-        return survey_function(model, output, options, call)
+        return FunctionAdapter(options, model)
     raise ValueError(
         f"model must be a flax.linen.Module, a flax.nnx.Module or a function of parameters and a "
         f"batch, got {type(model).__name__}"

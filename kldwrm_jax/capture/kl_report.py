@@ -1,4 +1,4 @@
-r"""How large a step is: by the true divergence, by the Fisher, and by its Kronecker blocks."""
+"""The size of a step: by the KL divergence, by the Fisher, and by its Kronecker blocks."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,47 +15,44 @@ from kldwrm_jax.paths import leaves_by_path
 
 
 class KLReport(NamedTuple):
-    r"""A step's size, three times: mean over the batch, in nats."""
+    """The size of a step, measured in three ways: means over the batch, in nats."""
 
-    kl: jax.Array  # the symmetric KL divergence of the networks before and after
+    kl: jax.Array  # the symmetric KL divergence between the networks before and after
     quadratic: jax.Array  # s'Fs / 2 with the exact Fisher of the whole network
     blocks: jax.Array  # s'Fs / 2 with its blocks
 
     @property
     def quadratic_ratio(self) -> jax.Array:
-        """What the second-order picture sees of the divergence."""
+        """The ratio of the second-order expansion to the divergence."""
         return self.quadratic / self.kl
 
     @property
     def blocks_ratio(self) -> jax.Array:
-        """What the blocks see of the divergence."""
+        """The ratio of the blocks' quadratic form to the divergence."""
         return self.blocks / self.kl
 
     @property
     def calibration(self) -> jax.Array:
-        """What the blocks are to be multiplied by to see all of the second-order picture."""
+        """The factor by which the blocks underestimate the exact quadratic form."""
         return self.quadratic / self.blocks
 
 
 def kl_report(
     oracle: Oracle, params: Any, updates: Any, factors: Mapping[str, Factors] | None = None
 ) -> KLReport:
-    r"""How large a step is: by the true divergence, by the Fisher, and by its Kronecker blocks.
+    r"""The size of a step: by the KL divergence, by the Fisher, and by its Kronecker blocks.
 
     .. math:: D_{KL}(\theta, \theta + s), \qquad \tfrac12 s'Fs, \qquad
               \tfrac12 \sum_b s_b'(A_b \otimes G_b)\, s_b
 
-    A natural-gradient step is made with the last of them. Where the ratios are far from one, its
-    learning rate and its ``kl_clip`` do not mean what they say; ``calibrate=True`` mends that.
+    A natural-gradient step is computed with the last of them. If the ratios are far from one, its
+    learning rate and its ``kl_clip`` are off by as much, which ``calibrate=True`` corrects.
 
     Args:
       oracle: the batch's ``net.oracle(...)``.
       params: the parameters before the step, such as ``oracle.params``.
       updates: the step, as ``tx.update`` returns it.
-      factors: of the blocks, such as the average ``state.factors``; those of the batch by None.
-
-    Returns:
-      A :class:`KLReport`.
+      factors: of the blocks, such as the average ``state.factors``. Defaults to the batch's.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp

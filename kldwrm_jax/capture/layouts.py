@@ -1,4 +1,4 @@
-"""What a mark's ``layout`` means: how its kernel multiplies its inputs."""
+"""What the ``layout`` of a tag means: how its kernel multiplies its inputs."""
 
 import dataclasses
 import math
@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from kldwrm_jax.capture import readings
-from kldwrm_jax.capture.readings import Matrix, Options, Reading
-from kldwrm_jax.capture.statistics import MatrixProduct
+from kldwrm_jax.capture import layer_call
+from kldwrm_jax.capture.layer_call import LayerCall, Operands
+from kldwrm_jax.capture.layer_spec import Shape
+from kldwrm_jax.curvature.layers import MatrixView
 
 Layout = str | tuple[str, str, str]
 Product = Callable[[jax.Array, jax.Array], jax.Array]
@@ -18,71 +20,88 @@ Product = Callable[[jax.Array, jax.Array], jax.Array]
 _EQUATIONS = {"io": "...i,io->...o", "oi": "...i,oi->...o"}
 
 
-@dataclasses.dataclass(frozen=True)
-class MarkedCall:
-    """What a mark was given; ``kernel`` and ``bias`` are shapes."""
+def kernel_name(layout: Layout) -> str:
+    """The name of the tagged parameter within a layer of this layout."""
+    return {"lookup": "embedding", "attend": "embedding", "scale": "scale"}.get(
+        str(layout), "kernel"
+    )
 
-    kernel: tuple[int, ...]
-    bias: tuple[int, ...] | None
-    inputs: jax.Array
+
+def layer_type(layout: Layout) -> str:
+    """The kind of a layer of this layout, as shown in the table of layers."""
+    types = {"embedding": "table", "scale": "scale"}
+    return types.get(kernel_name(layout), "product" if isinstance(layout, str) else "convolution")
+
+
+@dataclasses.dataclass(frozen=True)
+class TaggedCall(Operands):
+    """What a tag was given."""
+
     outputs: jax.Array
-    product: Product | None
+    product: Product | None  # computes the outputs from inputs and kernel
     layout: Layout
+
+    @property
+    def kernel(self) -> Shape:
+        """The shape of the tagged parameter."""
+        return self.shapes[kernel_name(self.layout)]
+
+    @property
+    def bias(self) -> Shape | None:
+        """The shape of the bias."""
+        return self.shapes.get("bias")
 
     def misfit(self) -> ValueError:
         """The error of shapes that the layout does not allow."""
+        bias = "" if self.bias is None else f", a bias of shape {self.bias}"
         return ValueError(
             f"layout={self.layout!r} does not fit inputs of shape {self.inputs.shape}, a kernel of "
-            f"shape {self.kernel}"
-            + (f", a bias of shape {self.bias}" if self.bias is not None else "")
-            + f" and outputs of shape {self.outputs.shape}"
+            f"shape {self.kernel}{bias} and outputs of shape {self.outputs.shape}"
         )
 
 
-def read(call: MarkedCall, options: Options) -> Reading:
-    """The reading of a marked call; an error if its layout does not fit."""
-    if call.layout == "lookup":
-        return _table(call, options, (*call.inputs.shape, *call.kernel[1:]), attends=False)
-    if call.layout == "attend":
-        if call.inputs.shape[-1:] != call.kernel[1:]:
-            raise call.misfit()
-        return _table(call, options, (*call.inputs.shape[:-1], call.kernel[0]), attends=True)
+def read(call: TaggedCall) -> LayerCall:
+    """A tagged call as a call of a layer; an error if its layout does not fit."""
+    if call.layout in ("lookup", "attend"):
+        return _table(call)
     if call.layout == "scale":
         return _scale(call)
-    reading = _einsum(call, options) if isinstance(call.layout, str) else _conv(call, options)
-    columns = reading.role.observation
-    assert isinstance(columns, MatrixProduct)
-    width = columns.columns * (columns.groups or 1)
+    if isinstance(call.layout, str):
+        made = _einsum(call, call.layout)
+    else:
+        made = _convolution(call, call.layout)
+    kernel = made.spec.blocks[0].parameters[0].view
+    width = math.prod(kernel.groups) * kernel.outputs
     if call.bias is not None and math.prod(call.bias) != width:
         raise call.misfit()
-    return reading
+    return made
 
 
-def _table(
-    call: MarkedCall, options: Options, expected: tuple[int, ...], *, attends: bool
-) -> Reading:
-    if call.bias is not None or len(call.kernel) != 2 or call.outputs.shape != expected:
+def _table(call: TaggedCall) -> LayerCall:
+    attends, samples = call.layout == "attend", call.inputs.shape
+    if call.bias is not None or len(call.kernel) != 2:
         raise call.misfit()
-    return readings.table("table", options, call.inputs, *call.kernel, attends=attends)
+    vocabulary, features = call.kernel
+    expected = (*samples[:-1], vocabulary) if attends else (*samples, features)
+    if call.outputs.shape != expected or (attends and samples[-1:] != (features,)):
+        raise call.misfit()
+    return layer_call.embedding(call, attends=attends)
 
 
-def _scale(call: MarkedCall) -> Reading:
+def _scale(call: TaggedCall) -> LayerCall:
     x, n = call.inputs, len(call.kernel)
     fits = x.shape[x.ndim - n :] == call.kernel and call.bias in (None, call.kernel)
     if not fits or call.outputs.shape != x.shape:
         raise call.misfit()
-    parts = ["scale"] if call.bias is None else ["scale", "bias"]
-    return readings.normalization("scale", x, tuple(range(-n, 0)), parts, lambda: x)
+    return layer_call.normalization(call, tuple(range(-n, 0)), lambda: x)
 
 
-def _einsum(call: MarkedCall, options: Options) -> Reading:
-    assert isinstance(call.layout, str)
-    equation = _EQUATIONS.get(call.layout, call.layout)
+def _einsum(call: TaggedCall, layout: str) -> LayerCall:
+    equation = _EQUATIONS.get(layout, layout)
     if equation.count("->") != 1 or equation.count(",") != 1:
         raise ValueError(
             f"layout must be 'io', 'oi', 'lookup', 'attend', 'scale', an einsum of inputs and "
-            f"kernel such as 'btd,dhk->bthk', or a convolution's dimension numbers, got "
-            f"{call.layout!r}"
+            f"kernel such as 'btd,dhk->bthk', or a convolution's dimension numbers, got {layout!r}"
         )
     kernel = jax.ShapeDtypeStruct(call.kernel, call.inputs.dtype)
     try:
@@ -91,89 +110,65 @@ def _einsum(call: MarkedCall, options: Options) -> Reading:
         raise call.misfit() from error
     if out.shape != call.outputs.shape:
         raise call.misfit()
-    biased = call.bias is not None
-    reading = readings.einsum("product", options, call.inputs, equation, call.kernel, bias=biased)
-    if isinstance(reading, str):
-        raise ValueError(f"layout={call.layout!r}: {reading}")
-    return reading
+    made = layer_call.einsum(call, equation)
+    if isinstance(made, str):
+        raise ValueError(f"layout={layout!r}: {made}")
+    return made
 
 
-def _conv(call: MarkedCall, options: Options) -> Reading:
-    numbers, product = call.layout, call.product
-    if isinstance(numbers, str) or not _are_dimension_numbers(numbers):
+def _convolution(call: TaggedCall, numbers: tuple[str, str, str]) -> LayerCall:
+    """The convolution with its axes moved to (examples, places, channels)."""
+    product = call.product
+    if not _are_dimension_numbers(numbers):
         raise ValueError(
             f"layout must be three strings as in ('NHWC', 'HWIO', 'NHWC') for a convolution, got "
             f"{numbers!r}"
         )
     if product is None:
         raise ValueError(
-            "a convolution is marked with the function that computes it: kw.tag(kernel, x, "
+            "a convolution is tagged with the function that computes it: kw.tag(kernel, x, "
             "lambda x, w: jax.lax.conv_general_dilated(x, w, ...), layout=dimension_numbers)"
         )
     left, right, out = numbers
-    batch, spatial = left.count("N"), [c for c in left if c not in "NC"]
-
-    def last(spec: str, channels: str) -> tuple[int, ...]:
-        """The order that puts examples first, then places, then channels."""
-        return tuple(spec.index(c) for c in ["N"] * batch + spatial + [channels])
-
-    to_last, out_to_last = last(left, "C"), last(out, "C")
-    kernel_order = tuple(right.index(c) for c in [*spatial, "I", "O"])
-    if [len(left), len(right), len(out)] != [
-        call.inputs.ndim,
-        len(call.kernel),
-        call.outputs.ndim,
-    ] or call.outputs.shape[out.index("C")] != call.kernel[right.index("O")]:
+    ranks = (call.inputs.ndim, len(call.kernel), call.outputs.ndim)
+    if ranks != tuple(map(len, numbers)):
         raise call.misfit()
-    channels, depth = call.inputs.shape[left.index("C")], call.kernel[right.index("I")]
-    if channels != depth:
+    if call.outputs.shape[out.index("C")] != call.kernel[right.index("O")]:
+        raise call.misfit()
+    places = "".join(c for c in left if c not in "NC")
+    last = f"{'N' if 'N' in left else ''}{places}C"
+    kernel_axes = tuple(right.index(c) for c in f"{places}IO")
+    kernel = tuple(call.kernel[axis] for axis in kernel_axes)
+    channels = call.inputs.shape[left.index("C")]
+    if channels != kernel[-2]:
         raise ValueError(
-            f"layout={numbers!r}: a kernel for {depth} channels and inputs of {channels}: grouped "
-            f"convolutions cannot be marked; leave them without a mark, and they get a diagonal "
+            f"layout={numbers!r}: the kernel is for {kernel[-2]} channels and the inputs have "
+            f"{channels}. Grouped convolutions cannot be tagged; without a tag they get a diagonal "
             f"block"
         )
-    window = tuple(call.kernel[right.index(c)] for c in spatial)
-    units = readings.window_units(window).transpose(_inverse(kernel_order))
+    units = np.einsum(f"{places}IO->{right}", layer_call.window_units(kernel[:-2]))
 
-    def cut_one(x: jax.Array) -> jax.Array:
-        x = x.transpose(_inverse(to_last))
-        return product(x, units.astype(x.dtype)).transpose(out_to_last)
+    def patches(x: jax.Array) -> jax.Array:
+        z = product(jnp.einsum(f"{last}->{left}", x), jnp.asarray(units, x.dtype))
+        return jnp.einsum(f"{out}->{last}", z)
 
-    transposed = jax.ShapeDtypeStruct(
-        tuple(call.inputs.shape[axis] for axis in to_last), call.inputs.dtype
-    )
-    channels_last = readings.convolution(
-        "convolution",
-        options,
-        transposed,
-        window,
-        call.kernel[right.index("O")],
-        groups=1,
-        cut=jax.vmap(cut_one),
-        bias=call.bias is not None,
-    )
-    matrix = Matrix(call.kernel, rows=kernel_order[:-1], columns=kernel_order[-1:])
-    role = channels_last.role
-    return dataclasses.replace(
-        channels_last,
-        role=dataclasses.replace(role, matrices=role.matrices | {"kernel": matrix}),
-        inputs=lambda: call.inputs,
-        rows_of_inputs=lambda a: channels_last.rows_of_inputs(a.transpose(to_last)),
-        rows_of_outputs=lambda z: z.transpose(out_to_last),
+    rows = layer_call.patch_rows(jax.vmap(patches), kernel[:-2])
+    return layer_call.matrix_product(
+        call,
+        MatrixView(call.kernel, (), kernel_axes[:-1], kernel_axes[-1:]),
+        MatrixView(kernel[-1:], output_axes=(0,)),
+        lambda x: rows(jnp.einsum(f"{left}->{last}", x)),
+        lambda z: jnp.einsum(f"{out}->{last}", z),
     )
 
 
-def _are_dimension_numbers(layout: Any) -> bool:
-    if len(layout) != 3 or not all(isinstance(spec, str) for spec in layout):
+def _are_dimension_numbers(numbers: Any) -> bool:
+    if len(numbers) != 3 or not all(isinstance(spec, str) for spec in numbers):
         return False
-    left, right, out = layout
+    left, right, out = numbers
     places = {*left} - {*"NC"}
     return (
-        all(len({*spec}) == len(spec) for spec in layout)
+        all(len({*spec}) == len(spec) for spec in numbers)
         and {*right} == places | {*"IO"}
         and {*left} == {*out} >= {"C"}
     )
-
-
-def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(range(len(order)), key=order.__getitem__))

@@ -1,15 +1,14 @@
-"""Flax Linen models: finding their layers, and running them with probes beside the parameters.
+"""Flax Linen models: layers are met through ``flax.linen.intercept_methods``.
 
-Layers are found and observed through ``flax.linen.intercept_methods`` alone. What is carried beside
-a layer's parameters are entries of its own ``params``, next to the kernel, so that lifted
+Arrays are attached as entries of a layer's own ``params``, next to its kernel, so that lifted
 transforms slice, broadcast and rematerialise them as they do the kernel.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,239 +17,166 @@ from flax import linen as nn
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from kldwrm_jax.capture import readers
 from kldwrm_jax.capture.call import Call
-from kldwrm_jax.capture.linen_layers import READERS, REPARAMETRISATIONS, signature
-from kldwrm_jax.capture.model import Model
-from kldwrm_jax.capture.observe import Probes
-from kldwrm_jax.capture.readings import Options, Reading
-from kldwrm_jax.capture.sites import survey
-from kldwrm_jax.capture.watch import Path, Watch, observed
+from kldwrm_jax.capture.layer_call import Options
+from kldwrm_jax.capture.model import Adapter
+from kldwrm_jax.capture.readers import LayerMethod, ModuleCall
+from kldwrm_jax.capture.trace import Attached, CallSite, Path, TraceRecord, capture, recording
 
-# What the library adds to a layer's params: no parameter of a user's is called so.
-_CARRIED = "kldwrm:"
-_surveys = itertools.count()
+_OURS = "kldwrm:"  # begins the names of what is added to a layer's params
 
 _FUSED_LSTM = inspect.unwrap(nn.OptimizedLSTMCell.__call__)
 
 
-class Interceptor(Watch):
-    """A watch that sees the calls of Linen's modules, and observes layers that carry probes."""
-
-    def __init__(self, options: Options):
-        super().__init__()
-        self._options = options
-        self._prefix: Path = ()
-        self._wrappers: list[str] = []
-        self._asleep = False
-
-    def __call__(
-        self, next_fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any], context: Any
-    ) -> Any:
-        """Runs a method of a module; a layer's output passes through its probes."""
-        module, method = context.module, _function_of(context.orig_method)
-        if self._asleep:
-            return next_fun(*args, **kwargs)
-        if method is _FUSED_LSTM:
-            return self._unfused(module, args, kwargs)
-        if isinstance(module, REPARAMETRISATIONS) and context.method_name == "__call__":
-            return self._wrapped(module, next_fun, args, kwargs)
-        out = next_fun(*args, **kwargs)
-        return out if module.scope is None else self._met(module, method, args, kwargs, out)
-
-    def _met(
-        self, module: nn.Module, method: Any, args: tuple, kwargs: dict[str, Any], out: Any
-    ) -> Any:
-        """Notes a module that has been called; its output, observed if it is a layer."""
-        path = self._prefix + module.path
-        if isinstance(module, nnx.bridge.ToLinen):
-            raise ValueError(
-                f"{'/'.join(path) or 'root'!r}: the layers of an NNX module behind "
-                f"nnx.bridge.ToLinen are not seen. Instrument the NNX module itself, or write this "
-                f"part in Linen"
-            )
-        self.modules[path] = type(module).__name__
-        reader = READERS.get(method)
-        if reader is None:
-            return out
-        call = signature(method).bind(module, *args, **kwargs)
-        call.apply_defaults()
-        reading = reader(module, call, self._options)
-        if self._wrappers:
-            reading = f"its parameters are reparametrised by {self._wrappers[-1]}"
-        if isinstance(reading, str):
-            self.refused[path] = reading
-            return out
-        if isinstance(module, nn.BatchNorm) and not _uses_averages(module, call):
-            self.mixing.append(path)
-        return self._observed(path, module, reading, out)
-
-    def _wrapped(
-        self, wrapper: nn.Module, next_fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
-        self._wrappers.append(type(wrapper).__name__)
-        try:
-            return next_fun(*args, **kwargs)
-        finally:
-            self._wrappers.pop()
-
-    def _observed(self, path: Path, module: nn.Module, reading: Reading, out: Any) -> Any:
-        prefix = _carried_prefix(self._options)
-        own = {
-            name: value
-            for name, value in nn.unbox(dict(module.variables.get("params", {}))).items()
-            if not isinstance(value, Mapping)
-        }
-        carried = {k.removeprefix(prefix): v for k, v in own.items() if k.startswith(prefix)}
-        shapes = {k: jnp.shape(v) for k, v in own.items() if not k.startswith(_CARRIED)}
-        parameters = {name: "/".join((*path, name)) for name in shapes}
-        self.note(path, reading.role, parameters, shapes, carried)
-        self._asleep = True  # a layer's inputs may be had by calling another
-        try:
-            return observed(reading, out, carried)
-        finally:
-            self._asleep = False
-
-    def _unfused(self, cell: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An OptimizedLSTMCell as the LSTMCell with its parameters, whose Dense layers are seen."""
-        names = {f.name for f in dataclasses.fields(nn.LSTMCell) if f.init} - {"parent", "name"}
-        plain = nn.LSTMCell(**{name: getattr(cell, name) for name in names}, parent=None)
-        before, self._prefix = self._prefix, self._prefix + cell.path
-        try:
-            self.modules[self._prefix] = type(cell).__name__
-            return plain.apply({"params": cell.variables["params"]}, *args, **kwargs)
-        finally:
-            self._prefix = before
-
-
-def _carried_prefix(options: Options) -> str:
-    # Functions compiled for one instrumented model are not those of another with equal shapes.
-    return f"{_CARRIED}{options.sharing}:"
-
-
-def _function_of(method: Any) -> Any:
-    """The function behind an interceptor's ``orig_method``, whatever it is bound with."""
-    while isinstance(method, functools.partial):
-        method = method.func
-    return inspect.unwrap(getattr(method, "__func__", method))
-
-
-def _uses_averages(module: nn.Module, call: inspect.BoundArguments) -> bool:
-    asked = call.arguments.get("use_running_average")
-    return bool(module.use_running_average if asked is None else asked)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class LinenModel(Model):
+class LinenAdapter(Adapter):
     """A Linen module, which is never changed."""
 
     module: nn.Module
 
-    def run(self, params: Any, call: Call) -> tuple[Any, dict[str, Any]]:
-        """Other collections run mutable."""
-        return _run(self.module, params, call)
+    def example(self, call: Call) -> tuple[Any, Call]:
+        """With the variables of ``model.init``, unless they were given."""
+        keys = {"params": jax.random.key(0), "dropout": jax.random.key(0)} | (_rngs(call) or {})
+        call, variables = dataclasses.replace(call, rngs=keys), dict(call.variables)
+        if "params" not in variables:
 
-    def observed_run(
-        self, params: Any, call: Call, carried: Mapping[Path, Probes]
-    ) -> tuple[Any, dict[str, Any], Watch]:
-        """What is carried joins the layers' ``params``."""
-        together = _labelled(_with_carried(params, carried, self.options), "observed")
-        watch = Interceptor(self.options)
-        with nn.intercept_methods(watch):
-            out, variables = _run(self.module, together, call)
-        return out, variables, watch
+            def init(call: Call) -> Any:
+                return self.module.init(_rngs(call) or {}, *call.args, **call.kwargs)
 
+            variables = dict(jax.eval_shape(init, call))
+        return variables.pop("params", {}), dataclasses.replace(call, variables=variables)
 
-def _with_carried(
-    params: Any, carried: Mapping[Path, Mapping[str, Any]], options: Options
-) -> dict[str, Any]:
-    flat = dict(flatten_dict(_as_dict(params)))
-    for path, own in carried.items():
-        flat |= {(*path, _carried_prefix(options) + name): x for name, x in own.items()}
-    return unflatten_dict(flat)
+    def bind(self, params: Any, call: Call) -> tuple[Any, Call]:
+        """As they are."""
+        return params, call
+
+    def run(
+        self, params: Any, call: Call, attached: Attached | None = None, label: str = ""
+    ) -> tuple[Any, dict[str, Any], TraceRecord]:
+        """Other collections run mutable; attached arrays join the ``params`` of their layers."""
+        with recording() as record, contextlib.ExitStack() as stack:
+            if attached is not None:
+                interceptor = Interceptor(self.options, record)
+                stack.enter_context(nn.intercept_methods(interceptor))
+                flat = dict(flatten_dict(_as_dict(params)))
+                for path, own in attached.items():
+                    flat |= {(*path, interceptor.prefix + name): x for name, x in own.items()}
+                params = _labelled(unflatten_dict(flat), label)
+            variables, mutable = {"params": params, **call.variables}, list(call.variables)
+            out, after = self.module.apply(
+                variables, *call.args, **call.kwargs, rngs=_rngs(call), mutable=mutable
+            )
+        return out, dict(after), record
 
 
 def _labelled(params: dict[str, Any], label: str) -> dict[str, Any]:
-    """Params whose structure says where in the model they are, without new leaves.
+    """Params whose structure, without new leaves, says where in the model they are.
 
-    An interceptor meets no layer inside a function that is compiled already, be it for another
-    module of equal shapes (``nn.jit``); functions of these params are compiled for one place.
+    An interceptor meets no layer inside a function that is compiled already, such as an ``nn.jit``
+    of another module with equal shapes. Functions of these params are compiled for one place.
     """
     inner = {
         name: _labelled(value, f"{label}/{name}") if isinstance(value, dict) else value
         for name, value in params.items()
     }
-    return {**inner, _CARRIED + label: {}}
-
-
-def _run(module: nn.Module, params: Any, call: Call) -> tuple[Any, dict[str, Any]]:
-    """What the model returns, and the other collections after the call."""
-    out, variables = module.apply(
-        {"params": params, **call.variables},
-        *call.args,
-        **call.kwargs,
-        rngs=_rngs(call),
-        mutable=list(call.variables),
-    )
-    return out, dict(variables)
+    return {**inner, _OURS + label: {}}
 
 
 def _rngs(call: Call) -> dict[str, jax.Array] | None:
     """Keys by name; a key alone is, as for Flax, that of ``params``."""
     if call.rngs is None:
         return None
-    if isinstance(call.rngs, Mapping):
-        return dict(call.rngs)
-    return {"params": call.rngs}
+    return dict(call.rngs) if isinstance(call.rngs, Mapping) else {"params": call.rngs}
 
 
 def _as_dict(params: Any) -> dict[str, Any]:
-    """Nested plain dicts, unboxed: the params of a Linen model, whatever mapping holds them."""
+    """The params of a Linen model, whatever mapping holds them, as plain dicts without boxes."""
     if isinstance(params, Mapping):
         return {name: _as_dict(value) for name, value in params.items()}
     return nn.unbox(params)
 
 
-# --- Finding layers -------------------------------------------------------------------------------
+class Interceptor:
+    """Records the modules that are called, and observes the layers among them."""
 
+    def __init__(self, options: Options, record: TraceRecord):
+        # A function that is compiled for one instrumented model must not serve another.
+        self.prefix = f"{_OURS}{options.sharing}:"
+        self._options, self._module_types = options, record.module_types
+        self._path: Path = ()  # of the module that the paths of modules are relative to
+        self._wrapper: str | None = None  # what reparametrises the modules that are called now
+        self._asleep = False
 
-def survey_linen(
-    module: nn.Module,
-    output: Callable[[Any], jax.Array] | None,
-    options: Options,
-    call: Call,
-) -> LinenModel:
-    """Finds a model's layers by tracing an example call; nothing is computed."""
-    keys = {"params": jax.random.key(0), "dropout": jax.random.key(0)}
-    call = dataclasses.replace(call, rngs=keys | (_rngs(call) or {}))
-    variables = dict(call.variables)
-    if "params" not in variables:
-        variables = dict(jax.eval_shape(functools.partial(_init, module), call))
-    params = variables.pop("params", {})
-    call = dataclasses.replace(call, variables=variables)
+    def __call__(
+        self, next_fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any], context: Any
+    ) -> Any:
+        """Runs a method of a module; the output of a layer is observed."""
+        module, function = context.module, context.orig_method
+        while isinstance(function, functools.partial):
+            function = function.func
+        function = inspect.unwrap(getattr(function, "__func__", function))
+        if self._asleep:
+            return next_fun(*args, **kwargs)
+        if function is _FUSED_LSTM:
+            return self._unfused(module, args, kwargs)
+        if isinstance(module, readers.REPARAMETRISATIONS) and context.method_name == "__call__":
+            with self._set("_wrapper", type(module).__name__):
+                return next_fun(*args, **kwargs)
+        out = next_fun(*args, **kwargs)
+        if module.scope is None:
+            return out
+        path = self._path + module.path
+        if isinstance(module, nnx.bridge.ToLinen):
+            raise ValueError(
+                f"{'/'.join(path) or 'root'!r}: the layers of an NNX module behind "
+                f"nnx.bridge.ToLinen are not seen. Instrument the NNX module itself, or write this "
+                f"part in Linen"
+            )
+        self._module_types[path] = type(module).__name__
+        method = readers.LINEN.get(function)
+        if method is None:
+            return out
+        with self._set("_asleep", True):  # the inputs of a call may be another module's output
+            return self._observed(path, module, method, method.bind(module, args, kwargs), out)
 
-    def look(carried: Mapping[Path, Mapping[str, jax.ShapeDtypeStruct]]) -> Watch:
-        watch = Interceptor(options)
-        together = _with_carried(params, carried, options)
-        labelled = _labelled(together, f"survey {next(_surveys)}")
-        with nn.intercept_methods(watch):
-            jax.eval_shape(functools.partial(_run, module), labelled, call)
-        return watch
+    def _observed(
+        self, path: Path, module: Any, method: LayerMethod, bound: inspect.BoundArguments, out: Any
+    ) -> Any:
+        params = nn.unbox(dict(module.variables.get("params", {})))
+        own = {name: x for name, x in params.items() if not isinstance(x, Mapping)}
+        n = len(self.prefix)
+        attached = {name[n:]: x for name, x in own.items() if name.startswith(self.prefix)}
+        shapes = {name: jnp.shape(x) for name, x in own.items() if not name.startswith(_OURS)}
 
-    flat = {"/".join(path): (path, x.shape) for path, x in flatten_dict(_as_dict(params)).items()}
+        def without_affine() -> jax.Array:
+            names = [name for name in ("use_scale", "use_bias") if hasattr(module, name)]
+            bare = module.clone(parent=None, name=None, **dict.fromkeys(names, False))
+            others = {name: x for name, x in module.variables.items() if name != "params"}
+            return bare.apply(others, *bound.args[1:], **bound.kwargs, mutable=list(others))[0]
 
-    def owner_of(parameter: str, watch: Watch) -> tuple[str, str]:
-        owner = flat[parameter][0][:-1]
-        kind = watch.modules.get(owner, "parameter")
-        return kind, watch.refused.get(owner, f"there is no rule for {kind}")
+        kind, inputs = method.layer.__name__, bound.args[1]
+        call = method.read(
+            ModuleCall(kind, inputs, shapes, self._options, module, bound, without_affine)
+        )
+        if self._wrapper is not None:
+            call = f"its parameters are reparametrised by {self._wrapper}"
+        parameters = {name: "/".join((*path, name)) for name in shapes}
+        return capture(call, CallSite(path, parameters, shapes, attached), out)
 
-    found, watch = survey(
-        shapes={path: shape for path, (_, shape) in flat.items()},
-        look=look,
-        name_of=lambda path, _: "/".join(path) or "root",
-        owner_of=owner_of,
-    )
-    return LinenModel(output, options, found, tuple(watch.mixing), module)
+    def _unfused(self, cell: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """An OptimizedLSTMCell as the LSTMCell of its parameters, whose Dense layers are met."""
+        names = {f.name for f in dataclasses.fields(nn.LSTMCell) if f.init} - {"parent", "name"}
+        plain = nn.LSTMCell(**{name: getattr(cell, name) for name in names}, parent=None)
+        with self._set("_path", self._path + cell.path):
+            self._module_types[self._path] = type(cell).__name__
+            return plain.apply({"params": cell.variables["params"]}, *args, **kwargs)
 
-
-def _init(module: nn.Module, call: Call) -> Any:
-    return module.init(_rngs(call) or {}, *call.args, **call.kwargs)
+    @contextlib.contextmanager
+    def _set(self, name: str, value: Any) -> Iterator[None]:
+        before = getattr(self, name)
+        setattr(self, name, value)
+        try:
+            yield
+        finally:
+            setattr(self, name, before)

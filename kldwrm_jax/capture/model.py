@@ -1,112 +1,116 @@
-"""A model whose layers are known: what a front end is to the oracle."""
+"""Models: what the library asks of a way to write them, and one whose layers are known."""
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kldwrm_jax.capture.call import Call
-from kldwrm_jax.capture.observe import Probes
-from kldwrm_jax.capture.readings import Options
-from kldwrm_jax.capture.sites import Survey
-from kldwrm_jax.capture.watch import Path, Watch, carried_weights
+from kldwrm_jax.capture.captured_layer import NO_BASES, Bases, CapturedLayer
+from kldwrm_jax.capture.layer_call import Options
+from kldwrm_jax.capture.observe import Arrays
+from kldwrm_jax.capture.trace import Attached, Path, TraceRecord
 from kldwrm_jax.curvature import Layers
+from kldwrm_jax.curvature.blocks import Factors
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Model(abc.ABC):
-    """A model, its layers, and how to run it with and without probes.
+class Adapter(abc.ABC):
+    """Runs a model, and attaches arrays beside the parameters of its layers."""
 
-    A front end says how a model is run, and how what is carried travels beside its parameters.
-
-    Args:
-      output: picks what the likelihood sees from what the model returns.
-      options: how layers are read.
-      found: its blocks, its sites, and what no site covers.
-      mixing: paths of the layers in which the examples of the example call depend on each other.
-    """
-
-    output: Callable[[Any], jax.Array] | None
     options: Options
-    found: Survey
-    mixing: tuple[Path, ...]
 
     @abc.abstractmethod
-    def run(self, params: Any, call: Call) -> tuple[Any, Any]:
-        """What the model returns, and its other variables after the call."""
+    def example(self, call: Call) -> tuple[Any, Call]:
+        """Parameters (or their shapes) and call, from the example call of ``instrument``."""
 
     @abc.abstractmethod
-    def observed_run(
-        self, params: Any, call: Call, carried: Mapping[Path, Probes]
-    ) -> tuple[Any, Any, Watch]:
-        """The same with something carried beside the parameters of layers."""
-
     def bind(self, params: Any, call: Call) -> tuple[Any, Call]:
         """Parameters and call as :meth:`run` wants them, from those of ``net.oracle``."""
-        return params, call
 
-    @property
-    def layers(self) -> Layers:
-        """Every curvature block."""
-        return self.found.layers
+    @abc.abstractmethod
+    def run(
+        self, params: Any, call: Call, attached: Attached | None = None, label: str = ""
+    ) -> tuple[Any, Any, TraceRecord]:
+        """Calls the model, with arrays attached to its layers if any are given.
 
-    @property
-    def uncovered(self) -> tuple[str, ...]:
-        """Paths of the parameters that no layer's rule covers."""
-        return self.found.uncovered
+        Functions that are compiled within runs of one ``label`` serve no other.
+
+        Returns:
+          What the model returns, its other variables after the call, and the record of the layers
+          that it met; the record is empty if nothing is attached.
+        """
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A model, its layers, and how it is run with probes."""
+
+    adapter: Adapter
+    output: Callable[[Any], Any] | None  # picks what the likelihood sees
+    layers: Layers  # every curvature block
+    captured: tuple[CapturedLayer, ...]
+    uncovered: tuple[str, ...]  # paths of the parameters that no captured layer has
+    mixing: tuple[Path, ...]  # layers in which examples depend on each other
 
     def outputs(self, params: Any, call: Call) -> jax.Array:
-        """What the likelihood sees. Other variables are updated, and the updates dropped."""
-        return self._picked(self.run(params, call)[0])
+        """What the likelihood sees. Updates of other variables are dropped."""
+        return self._picked(self.adapter.run(params, call)[0])
 
     def _picked(self, out: Any) -> jax.Array:
         out = out if self.output is None else self.output(out)
         if not hasattr(out, "shape"):
             raise ValueError(
-                f"the model returns a {type(out).__name__}: say which array the likelihood sees, "
-                f"as in instrument(..., output=lambda out: out[0])"
+                f"the model returns a {type(out).__name__}: pass instrument(..., output=f) with an "
+                f"f that picks the array that the likelihood sees, such as lambda out: out[0]"
             )
         return out.astype(jnp.promote_types(out.dtype, jnp.float32))
 
-    def probes(self) -> dict[str, Probes]:
-        """Zero probes of every site, stacked as its parameters are."""
-        return {
-            site.name: {
-                name: site.stack.spread(jnp.zeros(shape, float))
-                for name, shape in site.role.observation.probes.items()
-            }
-            for site in self.found.sites
-        }
+    def probes(self, bases: Bases = NO_BASES) -> dict[Path, Arrays]:
+        """Zero probes for every captured layer."""
+        return {layer.path: layer.probes(bases) for layer in self.captured}
 
     def observed_outputs(
-        self, params: Any, call: Call, weights: jax.Array | None, probes: dict[str, Probes]
-    ) -> tuple[jax.Array, Any, Watch]:
+        self,
+        params: Any,
+        call: Call,
+        probes: dict[Path, Arrays],
+        weights: jax.Array | None = None,
+        bases: Bases = NO_BASES,
+    ) -> tuple[jax.Array, Any, TraceRecord]:
         """:meth:`outputs`, whose cotangents for ``probes`` are the statistics.
 
-        With them the other variables as they are after the call.
+        Returns:
+          The outputs, the other variables after the call, and the record of the layers met.
         """
-        beside = {} if weights is None else carried_weights(weights)
-        carried = {
-            site.path: probes[site.name]
-            | {name: site.stack.spread(x) for name, x in beside.items()}
-            for site in self.found.sites
+        attached = {
+            layer.path: probes[layer.path] | layer.constants(weights, bases)
+            for layer in self.captured
         }
-        out, variables, watch = self.observed_run(params, call, carried)
-        return self._picked(out), variables, watch
+        out, variables, record = self.adapter.run(params, call, attached, "observed")
+        return self._picked(out), variables, record
 
-    def check_reached(self, params: Any, call: Call, watch: Watch) -> None:
-        """An error if a layer of this model was not met, or not in the way that was instrumented.
+    def factors(self, collected: dict[Path, Arrays], scale: float) -> dict[str, Factors]:
+        """The factors of every block of a captured layer, from the cotangents of the probes."""
+        made: dict[str, Factors] = {}
+        for layer in self.captured:
+            made |= layer.factors(collected[layer.path], scale)
+        return made
 
-        Layers inside a function that was compiled before are not met again, and yet observed; so
-        what the watch misses is counted, on zeros, before it is called missing.
+    def check_reached(self, params: Any, call: Call, record: TraceRecord) -> None:
+        """An error if a captured layer was not met, or not in the way that was instrumented.
+
+        Layers inside a function that was compiled before are observed without being met again; so
+        those that the record misses are counted, on zeros, before they are called missing.
         """
+        calls = {layer.path: record.calls.get(layer.path, []) for layer in self.captured}
         changed = [
-            site.name
-            for site in self.found.sites
-            if not all(site.role.covers(role) for role in watch.roles.get(site.path, []))
+            layer.name
+            for layer in self.captured
+            if any(layer.spec.merge(spec) != layer.spec for spec, _ in calls[layer.path])
         ]
         if changed:
             raise ValueError(
@@ -114,17 +118,18 @@ class Model(abc.ABC):
                 f"instrumented: call instrument with the arguments (train or eval mode, flags) "
                 f"that the oracle is given"
             )
-        missing = [site for site in self.found.sites if site.path not in watch.roles]
+        missing = [layer for layer in self.captured if not calls[layer.path]]
         if not missing:
             return
         with jax.ensure_compile_time_eval():
             zero_params, zero_call = jax.tree.map(_zero, (params, call))
-            _, vjp = jax.vjp(
-                lambda p: self.observed_outputs(zero_params, zero_call, None, p)[0], self.probes()
-            )
-            shape = jax.eval_shape(self.outputs, zero_params, zero_call)
-            (seen,) = vjp(jnp.zeros(shape.shape, shape.dtype))
-            hidden = [site.name for site in missing if not site.reached(seen[site.name])]
+
+            def outputs(probes: dict[Path, Arrays]) -> jax.Array:
+                return self.observed_outputs(zero_params, zero_call, probes)[0]
+
+            out, vjp = jax.vjp(outputs, self.probes())
+            (collected,) = vjp(jnp.zeros_like(out))
+            hidden = [own.name for own in missing if not own.reached(collected[own.path])]
         if hidden:
             raise ValueError(
                 f"layers {', '.join(map(repr, hidden))} were instrumented but are not called for "
@@ -133,17 +138,15 @@ class Model(abc.ABC):
                 f"jitted apply of them"
             )
 
-    def mixing_layers(self, watch: Watch) -> list[str]:
+    def mixing_layers(self, record: TraceRecord) -> list[str]:
         """Layers in which examples depend on each other; those not met are as they were found."""
-        unmet = [path for path in self.mixing if path not in watch.modules]
-        return ["/".join(path) or "root" for path in (*watch.mixing, *unmet)]
+        unmet = [path for path in self.mixing if path not in record.calls]
+        return ["/".join(path) or "root" for path in (*record.mixing, *unmet)]
 
 
 def _zero(x: Any) -> jax.Array:
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(
-            jnp.zeros(jax.eval_shape(jax.random.key_data, x).shape, jnp.uint32),
-            impl=jax.random.key_impl(x),
-        )
+        data = jnp.zeros(jax.eval_shape(jax.random.key_data, x).shape, jnp.uint32)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jnp.zeros(x.shape, x.dtype)

@@ -11,28 +11,72 @@ import jax.numpy as jnp
 
 from kldwrm_jax.curvature.blocks import Diagonal, Factors, Kronecker
 
+Axes = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixView:
+    """How an array is read as a matrix of inputs x outputs, or as one matrix per group.
+
+    Args:
+      shape: the array's shape, with an axis that holds both groups and features split in two.
+      group_axes: axes of ``shape`` that number independent matrices (groups of a convolution).
+      input_axes: axes of ``shape`` that make up the rows, slowest first.
+      output_axes: axes of ``shape`` that make up the columns, slowest first.
+    """
+
+    shape: tuple[int, ...]
+    group_axes: Axes = ()
+    input_axes: Axes = ()
+    output_axes: Axes = ()
+
+    @property
+    def inputs(self) -> int:
+        """Number of rows."""
+        return math.prod(self.shape[axis] for axis in self.input_axes)
+
+    @property
+    def outputs(self) -> int:
+        """Number of columns."""
+        return math.prod(self.shape[axis] for axis in self.output_axes)
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """``(number of groups,)``, or ``()`` for a single matrix."""
+        count = math.prod(self.shape[axis] for axis in self.group_axes)
+        return (count,) if self.group_axes else ()
+
+    def read(self, x: jax.Array, stack: tuple[int, ...] = ()) -> jax.Array:
+        """``(*stack, *array)`` as ``(*stack, [groups,] inputs, outputs)``."""
+        x = x.reshape(stack + self.shape).transpose(self._order(len(stack)))
+        return x.reshape(*stack, *self.groups, self.inputs, self.outputs)
+
+    def write(self, m: jax.Array, stack: tuple[int, ...] = ()) -> jax.Array:
+        """The inverse of :meth:`read`, up to a reshape."""
+        order = self._order(len(stack))
+        m = m.reshape([(stack + self.shape)[axis] for axis in order])
+        return m.transpose(sorted(range(len(order)), key=order.__getitem__))
+
+    def _order(self, stacked: int) -> Axes:
+        own = self.group_axes + self.input_axes + self.output_axes
+        return (*range(stacked), *(stacked + axis for axis in own))
+
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """Where a parameter sits in its block, and how it is read as a matrix.
+    """Where a parameter sits in the model, and how it is read as a matrix.
 
     Args:
       path: its place in the parameters, ``"path/to/layer/kernel"``.
       shape: its shape.
       stack: the axes along which independent copies of the layer are stacked.
-      split: the shape, without the stack, whose axes the next three name.
-      groups: axes that number independent blocks (groups of a convolution).
-      rows: axes of the inputs.
-      columns: axes of the outputs.
+      view: one copy as a matrix; unused by a diagonal block.
     """
 
     path: str
     shape: tuple[int, ...]
-    stack: tuple[int, ...] = ()
-    split: tuple[int, ...] = ()
-    groups: tuple[int, ...] = ()
-    rows: tuple[int, ...] = ()
-    columns: tuple[int, ...] = ()
+    stack: Axes = ()
+    view: MatrixView = MatrixView(())
 
     @property
     def size(self) -> int:
@@ -45,37 +89,18 @@ class Parameter:
         return tuple(self.shape[axis] for axis in self.stack)
 
     def to_matrix(self, x: jax.Array) -> jax.Array:
-        """The parameter as ``(*stack, [groups,] rows, columns)``."""
-        x = jnp.moveaxis(x, self.stack, range(len(self.stack)))
-        x = x.reshape(self.stacked + self.split)
-        return x.transpose(self._order).reshape(self.stacked + self._matrix_shape)
+        """The parameter as ``(*stack, [groups,] inputs, outputs)``."""
+        return self.view.read(jnp.moveaxis(x, self.stack, range(len(self.stack))), self.stacked)
 
     def from_matrix(self, m: jax.Array) -> jax.Array:
         """The inverse of :meth:`to_matrix`."""
-        order = self._order
-        m = m.reshape([(self.stacked + self.split)[axis] for axis in order])
-        m = m.transpose(sorted(range(len(order)), key=order.__getitem__))
-        unstacked = [n for axis, n in enumerate(self.shape) if axis not in self.stack]
-        m = m.reshape(self.stacked + tuple(unstacked))
-        return jnp.moveaxis(m, range(len(self.stack)), self.stack)
+        own = tuple(n for axis, n in enumerate(self.shape) if axis not in self.stack)
+        x = self.view.write(m, self.stacked).reshape(self.stacked + own)
+        return jnp.moveaxis(x, range(len(self.stack)), self.stack)
 
-    def per_slice(self, x: jax.Array) -> tuple[int, ...]:
+    def per_slice(self, x: jax.Array) -> Axes:
         """The axes of one copy of the layer: all but the stack."""
         return tuple(axis for axis in range(x.ndim) if axis not in self.stack)
-
-    @property
-    def _order(self) -> tuple[int, ...]:
-        n = len(self.stack)
-        own = self.groups + self.rows + self.columns
-        return tuple(range(n)) + tuple(n + axis for axis in own)
-
-    @property
-    def _matrix_shape(self) -> tuple[int, ...]:
-        def length(axes: tuple[int, ...]) -> int:
-            return math.prod(self.split[axis] for axis in axes)
-
-        groups = (length(self.groups),) if self.groups else ()
-        return (*groups, length(self.rows), length(self.columns))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from references import assert_factors, factors, initialised
+from capture.references import assert_factors, factors, initialised
 
 import kldwrm_jax as kw
 from kldwrm_jax.paths import leaves_by_path
@@ -175,7 +175,7 @@ def test_gradients_through_an_instrumented_call_are_the_models_own():
         return (Net().apply({"params": p}, x) ** 2).sum()
 
     def instrumented(p):
-        out, _, _ = net.model.observed_outputs(p, call, None, net.model.probes())
+        out, _, _ = net.model.observed_outputs(p, call, net.model.probes())
         return (out**2).sum()
 
     expected = jax.jit(jax.value_and_grad(plain))(params)
@@ -189,7 +189,7 @@ def test_statistics_and_gradient_come_from_one_pass():
     call = net.oracle(params, X).call
 
     def loss(p, probes):
-        return (net.model.observed_outputs(p, call, None, probes)[0] ** 2).sum()
+        return (net.model.observed_outputs(p, call, probes)[0] ** 2).sum()
 
     gradient, seen = jax.grad(loss, argnums=(0, 1))(params, net.model.probes())
     plain = jax.grad(lambda p: (mlp.apply({"params": p}, X) ** 2).sum())(params)

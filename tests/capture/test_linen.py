@@ -6,10 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import precision
 import pytest
-from references import (
+from capture.references import (
     Tape,
     assert_factors,
-    categorical_root,
     factors,
     gaussian_root,
     initialised,
@@ -148,17 +147,6 @@ def test_a_subclass_that_calls_its_parent_is_its_parent():
     assert_factors(factors(instrumented(Scaled(WIDTH)), params, X), expected)
 
 
-def test_a_layer_called_in_different_ways_is_named():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            layer = nn.Einsum((3, 3), use_bias=False, name="layer")
-            return layer(x, "bi,io->bo") + layer(x, "bi,oi->bo")
-
-    net = kw.instrument(Model(), kw.Gaussian(), X)
-    assert "different ways" in net.layers["layer/kernel"].note
-
-
 # --- Lifted transforms ----------------------------------------------------------------------------
 
 
@@ -225,19 +213,6 @@ def test_nested_scans_stack_twice():
     got = factors(instrumented(model, X, None, output=lambda out: out[0]), params, X, None)
     a, g = stacked(expected, 6, "layer")
     assert_factors(got, {"inner/block/dense": (a.reshape(2, 3, 4, 4), g.reshape(2, 3, 3, 3))})
-
-
-def test_stacks_that_are_not_understood_are_an_error():
-    inner = nn.scan(Step, variable_axes={"params": 1}, split_rngs={"params": True}, length=3)
-
-    class Outer(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return inner(name="inner")(x, None)[0], None
-
-    model = nn.scan(Outer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)()
-    with pytest.raises(ValueError, match=r"inner/block/dense.*leading axes"):
-        kw.instrument(model, kw.Gaussian(), X, None, output=lambda out: out[0])
 
 
 def test_a_scan_over_time_shares_its_parameters():
@@ -405,28 +380,6 @@ class Gain(nn.Module):
         return x * self.param("gain", nn.initializers.ones, (x.shape[-1],))
 
 
-def test_uncovered_parameters_are_unbiased_for_the_fisher_diagonal():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(2, name="head")(Gain(name="gain")(x))
-
-    params = initialised(Model(), X)
-    net = kw.instrument(Model(), kw.Categorical(), X, fisher="exact")
-    assert "no rule for Gain" in net.layers["gain/gain"].note
-    keys = jax.random.split(jax.random.key(0), 3000)
-    draws = jax.jit(jax.vmap(lambda k: net.oracle(params, X, key=k).factors()["gain/gain"]))(keys)
-
-    def outputs(gain):
-        return (X * gain) @ params["head"]["kernel"] + params["head"]["bias"]
-
-    jacobian = jax.jacobian(outputs)(params["gain"]["gain"])
-    root = categorical_root(outputs(params["gain"]["gain"]))
-    exact = (jnp.einsum("jne,nep->jnp", root, jacobian) ** 2).sum(axis=(0, 1)) / len(X)
-    error = draws.std(axis=0) / np.sqrt(len(keys))
-    assert (abs(draws.mean(axis=0) - exact) < 4 * error).all()
-
-
 @pytest.mark.parametrize("wrapper", ["WeightNorm", "SpectralNorm"])
 def test_reparametrised_layers_are_named(wrapper):
     class Model(nn.Module):
@@ -589,26 +542,6 @@ def test_bfloat16_parameters_give_float32_factors():
         assert {leaf.dtype for leaf in jax.tree.leaves(got)} == {jnp.dtype("float32")}
 
 
-def test_output_picks_what_the_likelihood_sees():
-    class Two(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = Block(name="body")(x)
-            return {"logits": nn.Dense(2, name="head")(x), "features": x}
-
-    params = initialised(Two(), X)
-    net = instrumented(Two(), output=lambda out: out["logits"])
-    expected = kfac(
-        lambda tape: tape.dense(
-            "head", jnp.tanh(tape.dense("body/dense", X, params["body"]["dense"])), params["head"]
-        ),
-        ROOT[:2, :, :2],
-    )
-    assert_factors(factors(net, params, X), expected)
-    with pytest.raises(ValueError, match=r"returns a dict.*output="):
-        kw.instrument(Two(), kw.Gaussian(), X).oracle(params, X, key=jax.random.key(0)).factors()
-
-
 @pytest.mark.parametrize("box", [nn.with_partitioning, nn.with_logical_partitioning])
 def test_boxed_parameters(box):
     class Boxed(nn.Module):
@@ -627,121 +560,3 @@ def test_boxed_parameters(box):
     boxed = factors(net, variables["params"], X)
     plain = factors(net, nn.unbox(variables["params"]), X)
     assert_factors(boxed, plain, rtol=0)
-
-
-# --- What is seen differs from what was instrumented ----------------------------------------------
-
-
-class Skipping(nn.Module):
-    def setup(self):
-        self.sometimes = nn.Dense(WIDTH)
-        self.always = nn.Dense(2)
-
-    def __call__(self, x, skip=False):
-        return self.always(x if skip else self.sometimes(x))
-
-
-def test_another_batch_shape_is_fine():
-    params = initialised(Skipping(), X)
-    net = instrumented(Skipping())
-    x = np.random.default_rng(2).normal(size=(2, 5, WIDTH))
-    shapes = jax.tree.map(jnp.shape, factors(net, params, x))
-    assert shapes == jax.tree.map(jnp.shape, factors(net, params, X))
-
-
-@pytest.mark.parametrize("jit", [False, True])
-def test_a_layer_that_is_not_called_is_an_error_that_names_it(jit):
-    params = initialised(Skipping(), X)
-    oracle = instrumented(Skipping()).oracle(params, X, skip=True)
-    run = jax.jit(lambda o: o.factors()) if jit else lambda o: o.factors()
-    with pytest.raises(ValueError, match="layers 'sometimes' were instrumented but are not called"):
-        run(oracle)
-    with pytest.raises(ValueError, match="call instrument with the arguments"):
-        run(oracle)
-
-
-def test_a_layer_called_in_another_way_is_an_error_that_names_it():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, tokens, tied=False):
-            embed = nn.Embed(5, 3, name="embed")
-            x = embed(tokens)
-            return embed.attend(x) if tied else x
-
-    tokens = np.array([0, 1, 2])
-    params = initialised(Model(), tokens)
-    oracle = kw.instrument(Model(), kw.Gaussian(), tokens, fisher="exact").oracle
-    with pytest.raises(ValueError, match="'embed' are called in another way"):
-        oracle(params, tokens, tied=True).factors()
-
-
-class Inner(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(2, name="last")(Block(name="block")(x))
-
-
-def hiding(compiled):
-    """A model that may call its submodule through a compiled function of its own."""
-
-    class Outer(nn.Module):
-        def setup(self):
-            self.inner = Inner()
-
-        def __call__(self, x, hide=False):
-            if hide and not self.is_initializing():
-                return compiled({"params": self.inner.variables["params"]}, x)
-            return self.inner(x)
-
-    return Outer()
-
-
-@pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize("hidden_at_first", [False, True])
-def test_an_inner_compiled_apply_is_never_silently_zero(warm, hidden_at_first):
-    compiled = jax.jit(Inner().apply)
-    model = hiding(compiled)
-    params = initialised(model, X)
-    if warm:
-        compiled({"params": params["inner"]}, X)
-    net = kw.instrument(model, kw.Gaussian(), X, hide=hidden_at_first, fisher="exact")
-    assert sum(block.size for block in net.layers) == sum(
-        leaf.size for leaf in jax.tree.leaves(params)
-    )
-    if hidden_at_first:  # nothing is known of its layers, and that is said
-        assert all(isinstance(block.block, kw.curvature.Diagonal) for block in net.layers)
-        assert all(block.note for block in net.layers)
-        assert all(leaf.any() for leaf in jax.tree.leaves(factors(net, params, X, hide=True)))
-        return
-    plain = factors(net, params, X, hide=False)
-    for _ in range(2):  # the second time the compiled function is warm with the probes too
-        assert_factors(factors(net, params, X, hide=True), plain)
-    weights = np.array([1.0, 0.0, 2.0, 1.0])
-    assert_factors(
-        factors(net, params, X, hide=True, weights=weights),
-        factors(net, params, X, hide=False, weights=weights),
-    )
-
-
-def test_an_inner_compiled_function_of_constants_is_an_error():
-    frozen = {}
-
-    class Outer(nn.Module):
-        def setup(self):
-            self.inner = Inner()
-
-        def __call__(self, x, hide=False):
-            return Inner(parent=None).apply({"params": frozen}, x) if hide else self.inner(x)
-
-    params = initialised(Outer(), X)
-    frozen.update(params["inner"])
-    net = instrumented(Outer())
-    with pytest.raises(ValueError, match="'inner/block/dense', 'inner/last'"):
-        factors(net, params, X, hide=True)
-
-
-def test_no_tracer_outlives_its_trace():
-    params = initialised(Skipping(), X)
-    with jax.checking_leaks():
-        net = instrumented(Skipping())
-        factors(net, params, X)

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from capture.twins import assert_same, normal, tail
 from flax import nnx
 from small_nets import jit
-from twins import assert_same, normal, tail
 
 import kldwrm_jax as kw
 from kldwrm_jax.paths import leaves_by_path

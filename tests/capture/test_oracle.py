@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from references import (
+from capture.references import (
     assert_factors,
     block_fisher,
     categorical_fisher,
@@ -565,3 +565,122 @@ def test_factors_are_those_of_a_branch_that_is_taken():
 
     assert_factors(maybe(True, oracle), oracle.factors(), rtol=1e-5, atol=1e-6)
     assert not any(leaf.any() for leaf in jax.tree.leaves(maybe(False, oracle)))
+
+
+# --- Bases ----------------------------------------------------------------------------------------
+
+
+def orthogonal(*shape):
+    return jnp.linalg.qr(RNG.normal(size=shape))[0]
+
+
+def per_example_moments(net, gradients, bases):
+    """``sum_n (U_A' grad_n U_G)^2`` from the gradients of every example, already scaled."""
+    made = {}
+    for name, basis in bases.items():
+        block = net.layers[name]
+        each = jax.vmap(lambda g, block=block: block.gather(leaves_by_path(g)))(gradients)
+        eyes = map(jnp.eye, each.shape[-2:])
+        u_a, u_g = (eye if u is None else u for eye, u in zip(eyes, basis, strict=True))
+        made[name] = (jnp.einsum("...ia,n...ij,...jb->n...ab", u_a, each, u_g) ** 2).sum(axis=0)
+    return made
+
+
+class Shared(nn.Module):
+    """A layer with weight sharing, a grouped one and a plain one."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = jnp.tanh(nn.Conv(4, (3,), name="conv")(x))
+        x = jnp.tanh(nn.Conv(4, (2,), feature_group_count=2, name="grouped")(x)).mean(axis=1)
+        return nn.Dense(2, name="head")(x)
+
+
+@pytest.mark.parametrize("bias", ["joint", "separate"])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("weights", [None, np.array([1.0, 0.0, 2.0, 0.5])], ids=["", "weighted"])
+def test_bases_measure_the_second_moment_of_per_example_gradients(x64, bias, sharing, weights):
+    x, y = RNG.normal(size=(4, 5, 2)), np.array([0, 1, 1, 0])
+    params = initialised(Shared(), x)
+    net = kw.instrument(
+        Shared(), kw.Categorical(), x, fisher="empirical", bias=bias, sharing=sharing
+    )
+    bases = {
+        block.name: tuple(orthogonal(*shape) for shape in block.shapes) for block in net.layers
+    }
+    head = next(name for name in bases if name.startswith("head"))
+    bases[head] = (None, bases[head][1])
+    oracle = net.oracle(params, x, targets=y, weights=weights)
+    got = jax.jit(lambda o: o.factors(bases))(oracle)
+
+    def nll(p, x, y, share):
+        return jnp.sqrt(share) * kw.Categorical().nll(Shared().apply({"params": p}, x[None])[0], y)
+
+    share = shares(np.ones(4) if weights is None else weights)
+    gradients = jax.vmap(jax.grad(nll), in_axes=(None, 0, 0, 0))(params, x, y, share)
+    expected = per_example_moments(net, gradients, bases)
+    assert got.keys() == expected.keys()
+    for name, moment in expected.items():
+        np.testing.assert_allclose(got[name][2], moment, rtol=1e-9, atol=1e-14, err_msg=name)
+    plain = jax.jit(lambda o: o.factors())(oracle)
+    assert_factors({name: own[:2] for name, own in got.items()}, plain, rtol=1e-12)
+
+
+def test_in_the_eigenbasis_of_one_example_the_moment_is_the_product_of_eigenvalues(x64):
+    """There ``F = A x G`` exactly, so that ``S`` is the outer product of both spectra."""
+    params = initialised(mlp, X[:1])
+    net = kw.instrument(mlp, kw.Categorical(), X[:1], fisher="exact")
+    oracle = net.oracle(params, X[:1])
+    spectra = {
+        name: tuple(jnp.linalg.eigh(side) for side in own) for name, own in oracle.factors().items()
+    }
+    bases = {name: tuple(side[1] for side in own) for name, own in spectra.items()}
+    for name, (_, _, moment) in oracle.factors(bases).items():
+        a, g = (side[0] for side in spectra[name])
+        np.testing.assert_allclose(moment, jnp.outer(a, g), atol=1e-12)
+
+
+def test_bases_of_stacked_layers_have_the_stack_in_front(x64):
+    class Step(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return jnp.tanh(nn.Dense(3, name="dense")(x)), None
+
+    scanned = nn.scan(Step, variable_axes={"params": 1}, split_rngs={"params": True}, length=2)
+    net = kw.instrument(
+        scanned(), kw.Gaussian(), X, None, fisher="empirical", output=lambda out: out[0]
+    )
+    params = initialised(scanned(), X, None)
+    targets = jnp.zeros((5, 3))
+    bases = {"dense": (orthogonal(2, 4, 4), orthogonal(2, 3, 3))}
+    got = net.oracle(params, X, None, targets=targets).factors(bases)["dense"][2]
+
+    def nll(p, x):
+        h = scanned().apply({"params": p}, x[None], None)[0][0]
+        return kw.Gaussian().nll(h, jnp.zeros(3)) / jnp.sqrt(5.0)
+
+    gradients = jax.vmap(jax.grad(nll), in_axes=(None, 0))(params, X)
+    expected = per_example_moments(net, gradients, bases)["dense"]
+    np.testing.assert_allclose(got, expected, rtol=1e-9)
+
+
+def test_bases_go_with_a_pass_that_is_done_and_with_micro_batches(x64):
+    params = initialised(mlp, X[:4])
+    net = kw.instrument(mlp, kw.Categorical(), X[:4], fisher="empirical")
+    bases = {"layers_0": (orthogonal(4, 4), orthogonal(4, 4))}
+    arguments = {"targets": LABELS[:4]}
+    expected = net.oracle(params, X[:4], **arguments).factors(bases)
+    done = net.value_and_grad(params, X[:4], **arguments)[2]
+    split = net.oracle(params, X[:4], **arguments, micro_batches=2)
+    for oracle in (done, split):
+        got = oracle.factors(bases)
+        assert len(got["layers_0"]) == 3
+        assert len(got["layers_2"]) == 2
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got, expected)
+
+
+def test_a_basis_for_no_block_is_an_error_that_names_the_blocks():
+    params = initialised(mlp, X)
+    net = kw.instrument(mlp, kw.Categorical(), X, fisher="exact")
+    with pytest.raises(KeyError, match=r"no block is called 'wrong'; there are 'layers_0'"):
+        net.oracle(params, X).factors({"wrong": (None, None)})

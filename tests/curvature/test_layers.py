@@ -5,9 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kldwrm_jax.curvature import Diagonal, Kronecker, LayerBlock, Layers, Parameter
+from kldwrm_jax.curvature.layers import MatrixView
 
-DENSE_KERNEL = Parameter("dense/kernel", (3, 4), split=(3, 4), rows=(0,), columns=(1,))
-DENSE_BIAS = Parameter("dense/bias", (4,), split=(4,), columns=(0,))
+DENSE_KERNEL = Parameter("dense/kernel", (3, 4), view=MatrixView((3, 4), (), (0,), (1,)))
+DENSE_BIAS = Parameter("dense/bias", (4,), view=MatrixView((4,), output_axes=(0,)))
 DENSE = LayerBlock(
     name="dense",
     kind="Dense",
@@ -37,7 +38,7 @@ def test_a_dense_kernel_is_its_own_matrix_and_a_bias_is_one_row():
 
 
 def test_a_stack_axis_anywhere_comes_to_the_front():
-    parameter = Parameter("k", (3, 4, 5), stack=(1,), split=(3, 5), rows=(0,), columns=(1,))
+    parameter = Parameter("k", (3, 4, 5), (1,), MatrixView((3, 5), (), (0,), (1,)))
     x = values((3, 4, 5))
     matrix = parameter.to_matrix(x)
     assert matrix.shape == (4, 3, 5)
@@ -47,7 +48,7 @@ def test_a_stack_axis_anywhere_comes_to_the_front():
 
 
 def test_stack_axes_keep_the_order_in_which_they_are_named():
-    parameter = Parameter("k", (2, 3, 4, 5), stack=(3, 0), split=(3, 4), rows=(0,), columns=(1,))
+    parameter = Parameter("k", (2, 3, 4, 5), (3, 0), MatrixView((3, 4), (), (0,), (1,)))
     x = values((2, 3, 4, 5))
     matrix = parameter.to_matrix(x)
     assert parameter.stacked == (5, 2)
@@ -57,7 +58,7 @@ def test_stack_axes_keep_the_order_in_which_they_are_named():
 
 
 def test_a_convolution_kernel_flattens_window_and_channels_in_rows():
-    parameter = Parameter("k", (3, 3, 2, 5), split=(3, 3, 2, 5), rows=(2, 0, 1), columns=(3,))
+    parameter = Parameter("k", (3, 3, 2, 5), (), MatrixView((3, 3, 2, 5), (), (2, 0, 1), (3,)))
     x = values((3, 3, 2, 5))
     matrix = np.asarray(parameter.to_matrix(x))
     for i, j, c, o in np.ndindex(*x.shape):
@@ -67,15 +68,7 @@ def test_a_convolution_kernel_flattens_window_and_channels_in_rows():
 
 def test_a_grouped_kernel_has_one_matrix_a_group():
     # Flax: (window, inputs / groups, outputs), outputs ordered by group; here within a stack.
-    parameter = Parameter(
-        "k",
-        (3, 7, 2, 6),
-        stack=(1,),
-        split=(3, 2, 2, 3),
-        groups=(2,),
-        rows=(0, 1),
-        columns=(3,),
-    )
+    parameter = Parameter("k", (3, 7, 2, 6), (1,), MatrixView((3, 2, 2, 3), (2,), (0, 1), (3,)))
     x = values((3, 7, 2, 6))
     matrix = np.asarray(parameter.to_matrix(x))
     assert matrix.shape == (7, 2, 6, 3)
@@ -95,24 +88,25 @@ def parameters(draw):
     own = draw(st.permutations(range(len(split))))
     cuts = sorted(draw(st.lists(st.integers(0, len(split)), min_size=2, max_size=2)))
     groups, rows, columns = own[: cuts[0]], own[cuts[0] : cuts[1]], own[cuts[1] :]
-    return Parameter("k", shape, stack, split, tuple(groups), tuple(rows), tuple(columns))
+    view = MatrixView(split, tuple(groups), tuple(rows), tuple(columns))
+    return Parameter("k", shape, stack, view)
 
 
 @settings(deadline=None, max_examples=15)
 @given(parameter=parameters())
 def test_matrices_read_back_as_their_parameters_and_equal_numpys_transpose(parameter):
-    x = values(parameter.shape)
+    x, view = values(parameter.shape), parameter.view
     matrix = parameter.to_matrix(x)
     np.testing.assert_array_equal(parameter.from_matrix(matrix), x)
     remaining = [axis for axis in range(x.ndim) if axis not in parameter.stack]
-    own = [remaining[a] for a in parameter.groups + parameter.rows + parameter.columns]
+    own = [remaining[a] for a in view.group_axes + view.input_axes + view.output_axes]
     expected = np.transpose(x, [*parameter.stack, *own]).reshape(matrix.shape)
     np.testing.assert_array_equal(matrix, expected)
-    assert matrix.ndim == len(parameter.stack) + bool(parameter.groups) + 2
+    assert matrix.ndim == len(parameter.stack) + bool(view.group_axes) + 2
 
 
 def test_per_slice_names_the_axes_of_one_copy():
-    parameter = Parameter("k", (3, 4, 5), stack=(1,), split=(3, 5), rows=(0,), columns=(1,))
+    parameter = Parameter("k", (3, 4, 5), (1,), MatrixView((3, 5), (), (0,), (1,)))
     assert parameter.per_slice(values((3, 4, 5))) == (0, 2)
 
 
@@ -127,10 +121,8 @@ def test_a_joint_block_has_the_bias_as_its_last_row():
 
 
 def test_a_joint_block_of_stacked_groups_pairs_each_matrix_with_its_bias():
-    kernel = Parameter(
-        "kernel", (3, 5, 4), stack=(1,), split=(3, 2, 2), groups=(1,), rows=(0,), columns=(2,)
-    )
-    bias = Parameter("bias", (5, 4), stack=(0,), split=(2, 2), groups=(0,), columns=(1,))
+    kernel = Parameter("kernel", (3, 5, 4), (1,), MatrixView((3, 2, 2), (1,), (0,), (2,)))
+    bias = Parameter("bias", (5, 4), (0,), MatrixView((2, 2), (0,), (), (1,)))
     block = LayerBlock("conv", "Conv", Kronecker(), (kernel, bias), ((5, 2, 4, 4), (5, 2, 2, 2)))
     leaves = {"kernel": values((3, 5, 4)), "bias": -values((5, 4))}
     v = block.gather(leaves)

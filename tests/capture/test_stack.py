@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kldwrm_jax.capture.sites import Stack, find_stack
+from kldwrm_jax.capture.stack import Stack, find_stacks
 
 
 @pytest.mark.parametrize(
@@ -44,10 +44,10 @@ def test_spread_puts_copies_along_the_stacks_axes(stack, shape):
 )
 def test_stacks_are_found_from_shapes(kernel, bias, expected):
     inside, outside = {"kernel": (2, 3), "bias": (3,)}, {"kernel": kernel, "bias": bias}
-    assert list(find_stack(inside, outside)) == expected
+    assert list(find_stacks(inside, outside)) == expected
 
 
 def test_lengths_that_coincide_leave_several_candidates():
     square = {"kernel": (3, 3), "bias": (3,)}
-    candidates = find_stack(square, {"kernel": (3, 3, 3), "bias": (3, 3)})
+    candidates = find_stacks(square, {"kernel": (3, 3, 3), "bias": (3, 3)})
     assert {stack.at for stack in candidates} == {0, 1, -1, -2}

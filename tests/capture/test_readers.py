@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from references import (
+from capture.references import (
     Tape,
     assert_factors,
     categorical_root,

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 import small_nets
+from capture.references import initialised
 from flax.core import freeze
 from jax.interpreters import partial_eval
-from references import initialised
 
 import kldwrm_jax as kw
 

@@ -1,0 +1,156 @@
+"""``tag``: how a plain JAX function says where its layers are.
+
+While a function is traced for its layers, the leaves of its parameters are :class:`TaggedLeaf`:
+small pytree nodes that hold a leaf and the arrays attached to it, and act as the leaf. So ``scan``
+slices both, ``jit`` never mistakes one program for the other, and a tag knows its parameter.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kldwrm_jax.capture.layer_call import Options
+from kldwrm_jax.capture.layouts import Layout, TaggedCall, kernel_name, layer_type, read
+from kldwrm_jax.capture.observe import Arrays
+from kldwrm_jax.capture.trace import CallSite, capture, current_record
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class TaggedLeaf:
+    """A leaf and the arrays attached to it. Acts as the leaf in operators and ``jax.numpy``.
+
+    Compiled functions serve one leaf and one kind of run, which are part of the tree's structure.
+    """
+
+    value: Any
+    attached: Arrays
+    path: str = dataclasses.field(metadata={"static": True})
+    options: Options = dataclasses.field(metadata={"static": True})
+    label: str = dataclasses.field(metadata={"static": True})
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(self.value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.value, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.value[index]
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __iter__(self) -> Any:
+        return iter(self.value)
+
+
+def _as_value(operator: str) -> Callable[..., Any]:
+    def method(self: TaggedLeaf, *others: Any) -> Any:
+        return getattr(jnp.asarray(self.value), operator)(*map(_value_of, others))
+
+    return method
+
+
+for _name in (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow"),
+    *("matmul", "rmatmul", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge"),
+):
+    setattr(TaggedLeaf, f"__{_name}__", _as_value(f"__{_name}__"))
+
+
+def _value_of(x: Any) -> Any:
+    return x.value if isinstance(x, TaggedLeaf) else x
+
+
+def tag(
+    kernel: jax.Array,
+    inputs: jax.Array,
+    outputs: jax.Array | Callable[[jax.Array, jax.Array], jax.Array],
+    *,
+    bias: jax.Array | None = None,
+    layout: Layout = "io",
+) -> jax.Array:
+    r"""Tags a layer of a plain JAX function: ``outputs`` is ``inputs`` times ``kernel``.
+
+    It is the identity on ``outputs`` and has no effect outside an oracle: a function with tags
+    compiles to the same program as one without. A parameter that is not tagged gets a diagonal
+    block, and ``net.layers`` says so.
+
+    Args:
+      kernel: a leaf of the function's parameters itself, not a transpose or a cast of it. Under
+        ``scan`` or ``vmap`` over stacked parameters, the slice.
+      inputs: the other operand of the product; tokens for a look-up. A product that is computed
+        once for the whole batch counts as one row.
+      outputs: the product, with or without the bias; or a function of inputs and kernel that
+        computes it. The function is given plain arrays, which ``jax.lax`` functions need.
+        Convolutions require it.
+      bias: the leaf that is added to the product, if any. It joins the kernel's block.
+      layout: how ``outputs`` follows from inputs and kernel:
+
+        * ``"io"``: ``inputs @ kernel``, a kernel of shape (in, out);
+        * ``"oi"``: ``inputs @ kernel.T``, as Equinox and PyTorch have it;
+        * an einsum of inputs and kernel, such as ``"btd,dhk->bthk"``;
+        * a convolution's ``dimension_numbers``, such as ``("NHWC", "HWIO", "NHWC")``; without the
+          ``N`` if the function sees one example;
+        * ``"lookup"``: ``kernel[inputs]``, and ``"attend"``: ``inputs @ kernel.T`` with the same
+          table, a tied head;
+        * ``"scale"``: ``inputs * kernel``, with normalised inputs.
+
+    Returns:
+      ``outputs``, or what the function returns.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import kldwrm_jax as kw
+      >>> def network(params, x):
+      ...     for w, b in params[:-1]:
+      ...         x = jnp.tanh(kw.tag(w, x, x @ w + b, bias=b))
+      ...     w, b = params[-1]
+      ...     return kw.tag(w, x, x @ w + b, bias=b)
+      >>> params = [(jnp.ones((4, 5)), jnp.zeros(5)), (jnp.ones((5, 3)), jnp.zeros(3))]
+      >>> x = jnp.ones((8, 4))
+      >>> net = kw.instrument(network, kw.Categorical(), params, x)
+      >>> print(net.layers)
+      ┌───────┬──────────┬────────────┬─────────────────┬───────┐
+      │ layer │ kind     │ parameters │ factors         │ state │
+      ├───────┼──────────┼────────────┼─────────────────┼───────┤
+      │ 0     │ product  │         25 │ (5, 5) x (5, 5) │ 400 B │
+      │ 1     │ product  │         18 │ (6, 6) x (3, 3) │ 360 B │
+      ├───────┼──────────┼────────────┼─────────────────┼───────┤
+      │ total │ 2 blocks │         43 │                 │ 760 B │
+      └───────┴──────────┴────────────┴─────────────────┴───────┘
+      >>> oracle = net.oracle(params, x, key=jax.random.key(0))
+      >>> oracle.factors()["1"][0].shape
+      (6, 6)
+    """
+    product = outputs if callable(outputs) else None
+    inputs = _value_of(inputs)
+    z: Any = outputs if product is None else product(inputs, _value_of(kernel))
+    record = current_record()
+    leaves: dict[str, Any] = {kernel_name(layout): kernel} | (
+        {} if bias is None else {"bias": bias}
+    )
+    if not isinstance(kernel, TaggedLeaf) and (record is None or not record.takes_tags):
+        return z
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, TaggedLeaf):
+            argument = "bias" if name == "bias" else "kernel"
+            raise ValueError(
+                f"{argument} must be a leaf of the function's parameters, tagged in the example "
+                f"call of instrument already, got an array of shape {jnp.shape(leaf)}: give tag "
+                f"the leaf itself, and transpose, cast or reshape it within the product only "
+                f"(layout describes its axes)"
+            )
+    inputs, z = jnp.asarray(inputs), jnp.asarray(_value_of(z))
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    paths = {name: leaf.path for name, leaf in leaves.items()}
+    own: TaggedLeaf = leaves[kernel_name(layout)]
+    call = TaggedCall(layer_type(layout), inputs, shapes, own.options, z, product, layout)
+    site = CallSite((own.path,), paths, shapes, own.attached)
+    return capture(read(call), site, z)
