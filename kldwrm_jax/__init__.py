@@ -1,8 +1,9 @@
 """K-FAC and the KLD-WRM family of natural-gradient optimizers, as Optax transforms."""
 
 from kldwrm_jax import capture, curvature, wake
-from kldwrm_jax.capture import instrument, kl_report, tag
+from kldwrm_jax.capture import instrument, tag
 from kldwrm_jax.curvature import Inverse
+from kldwrm_jax.kl_report import kl_report
 from kldwrm_jax.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from kldwrm_jax.optimizers import (
     diagnostics,

@@ -9,7 +9,16 @@ import kldwrm_jax
 
 PACKAGE = pathlib.Path(kldwrm_jax.__file__).parent
 TOOLS = ["arguments", "finite", "paths", "replicas"]  # of all rooms
-ROOMS = ["likelihoods", "curvature", "capture", "wake", "optimizers", "train_state", "experiments"]
+ROOMS = [
+    "likelihoods",
+    "curvature",
+    "capture",
+    "wake",
+    "kl_report",
+    "optimizers",
+    "train_state",
+    "experiments",
+]
 STRANGERS = {"capture": {"wake"}, "wake": {"curvature", "capture"}}  # they know nothing of these
 
 MODULES = sorted(

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from kldwrm_jax.capture.layer_spec import WEIGHTS, LayerSpec, MatrixProduct, key
-from kldwrm_jax.capture.observe import Arrays
 from kldwrm_jax.capture.stack import Stack
 from kldwrm_jax.capture.trace import CONSTANT, PROBE, Path
 from kldwrm_jax.curvature import Diagonal, Kronecker, LayerBlock
 from kldwrm_jax.curvature.blocks import Factors
+from kldwrm_jax.curvature.layer_spec import WEIGHTS, Arrays, LayerSpec, MatrixProduct, key
 
 Basis = Sequence[jax.Array | None]  # (U_A, U_G); None is the identity
 Bases = Mapping[str, Basis]  # by the names of blocks

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.captured_layer import NO_BASES, Bases
 from kldwrm_jax.capture.model import Model
-from kldwrm_jax.capture.observe import Arrays
 from kldwrm_jax.capture.trace import Path, TraceRecord
+from kldwrm_jax.curvature.layer_spec import Arrays
 from kldwrm_jax.paths import Leaves, leaves_by_path, replace_leaves
 
 _DIRECTIONS_AT_ONCE = 16

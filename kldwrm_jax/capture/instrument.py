@@ -13,7 +13,6 @@ from kldwrm_jax.arguments import check_choice, check_count
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.function import FunctionAdapter
 from kldwrm_jax.capture.layer_call import Options
-from kldwrm_jax.capture.likelihood_term import LikelihoodTerm
 from kldwrm_jax.capture.linen import LinenAdapter
 from kldwrm_jax.capture.micro_batches import SplitOracle
 from kldwrm_jax.capture.model import Adapter, Model
@@ -22,6 +21,7 @@ from kldwrm_jax.capture.oracle import Oracle
 from kldwrm_jax.capture.survey import survey
 from kldwrm_jax.curvature import Layers
 from kldwrm_jax.likelihoods import Likelihood
+from kldwrm_jax.likelihoods.term import LikelihoodTerm
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,9 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kldwrm_jax.capture.layer_spec import Embedding, LayerSpec, MatrixProduct, Normalization, Shape
 from kldwrm_jax.capture.observe import Collector, ToRows
 from kldwrm_jax.curvature import Diagonal, Kronecker, LayerBlock, Parameter
+from kldwrm_jax.curvature.layer_spec import (
+    Embedding,
+    LayerSpec,
+    MatrixProduct,
+    Normalization,
+    Shape,
+)
 from kldwrm_jax.curvature.layers import Axes, MatrixView
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from kldwrm_jax.capture import layer_call
 from kldwrm_jax.capture.layer_call import LayerCall, Operands
-from kldwrm_jax.capture.layer_spec import Shape
+from kldwrm_jax.curvature.layer_spec import Shape
 from kldwrm_jax.curvature.layers import MatrixView
 
 Layout = str | tuple[str, str, str]

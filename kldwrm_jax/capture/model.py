@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.captured_layer import NO_BASES, Bases, CapturedLayer
 from kldwrm_jax.capture.layer_call import Options
-from kldwrm_jax.capture.observe import Arrays
 from kldwrm_jax.capture.trace import Attached, Path, TraceRecord
 from kldwrm_jax.curvature import Layers
 from kldwrm_jax.curvature.blocks import Factors
+from kldwrm_jax.curvature.layer_spec import Arrays
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -20,9 +20,9 @@ from kldwrm_jax.capture import readers
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.layer_call import Options
 from kldwrm_jax.capture.model import Adapter
-from kldwrm_jax.capture.observe import Arrays
 from kldwrm_jax.capture.readers import LayerMethod, ModuleCall
 from kldwrm_jax.capture.trace import Attached, CallSite, Path, TraceRecord, capture, recording
+from kldwrm_jax.curvature.layer_spec import Arrays
 from kldwrm_jax.paths import leaves_by_path
 
 _OURS = "kldwrm_"  # begins the names of what is added to a layer

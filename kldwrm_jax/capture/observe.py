@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-Arrays = dict[str, jax.Array]
+from kldwrm_jax.curvature.layer_spec import Arrays
+
 ToRows = Callable[[jax.Array], jax.Array]
 
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.captured_layer import NO_BASES, Bases
 from kldwrm_jax.capture.forward_pass import ForwardPass, run_forward
-from kldwrm_jax.capture.likelihood_term import LikelihoodTerm
 from kldwrm_jax.capture.model import Model
 from kldwrm_jax.curvature.blocks import Factors
+from kldwrm_jax.likelihoods.term import LikelihoodTerm
 from kldwrm_jax.paths import leaves_by_path, replace_leaves
 
 

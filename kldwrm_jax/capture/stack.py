@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from kldwrm_jax.capture.observe import Arrays
-
-Shape = tuple[int, ...]
+from kldwrm_jax.curvature.layer_spec import Arrays, Shape
 
 
 @dataclasses.dataclass(frozen=True)

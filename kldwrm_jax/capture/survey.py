@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.captured_layer import CapturedLayer
-from kldwrm_jax.capture.layer_spec import LayerSpec, Shape
 from kldwrm_jax.capture.model import Adapter, Model
 from kldwrm_jax.capture.stack import Stack, find_stacks
 from kldwrm_jax.capture.trace import SENTINEL, CallSite, Path, TraceRecord
 from kldwrm_jax.curvature import Diagonal, LayerBlock, Layers, Parameter
+from kldwrm_jax.curvature.layer_spec import LayerSpec, Shape
 from kldwrm_jax.paths import leaves_by_path
 
 Shapes = Mapping[str, Shape]  # of parameters, by path

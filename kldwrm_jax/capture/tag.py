@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from kldwrm_jax.capture.layer_call import Options
 from kldwrm_jax.capture.layouts import Layout, TaggedCall, kernel_name, layer_type, read
-from kldwrm_jax.capture.observe import Arrays
 from kldwrm_jax.capture.trace import CallSite, capture, current_record
+from kldwrm_jax.curvature.layer_spec import Arrays
 
 
 @jax.tree_util.register_dataclass

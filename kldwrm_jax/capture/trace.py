@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 
 from kldwrm_jax.capture.layer_call import LayerCall
-from kldwrm_jax.capture.layer_spec import LayerSpec, Shape
-from kldwrm_jax.capture.observe import Arrays, observe
+from kldwrm_jax.capture.observe import observe
 from kldwrm_jax.capture.stack import Stack
+from kldwrm_jax.curvature.layer_spec import Arrays, LayerSpec, Shape
 
 Path = tuple[str, ...]
 Attached = Mapping[Path, Arrays]  # arrays beside the parameters of layers

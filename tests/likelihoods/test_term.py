@@ -7,7 +7,7 @@ import pytest
 from capture.references import categorical_fisher
 
 import kldwrm_jax as kw
-from kldwrm_jax.capture.likelihood_term import LikelihoodTerm
+from kldwrm_jax.likelihoods.term import LikelihoodTerm
 
 pytestmark = pytest.mark.usefixtures("x64")
 

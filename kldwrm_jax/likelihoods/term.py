@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from kldwrm_jax.likelihoods import Likelihood
+from kldwrm_jax.likelihoods.families import Likelihood
 
 
 @jax.tree_util.register_dataclass

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kldwrm_jax.capture import statistics
+from kldwrm_jax.curvature import statistics
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from kldwrm_jax.capture import statistics
-from kldwrm_jax.capture.observe import Arrays
-from kldwrm_jax.curvature import Diagonal, Kronecker, LayerBlock
-from kldwrm_jax.curvature.layers import Axes
+from kldwrm_jax.curvature import statistics
+from kldwrm_jax.curvature.blocks import Diagonal, Kronecker
+from kldwrm_jax.curvature.layers import Axes, LayerBlock
 
 Shape = tuple[int, ...]
+Arrays = dict[str, jax.Array]  # statistics or constants, by name
 
 WEIGHTS = "weights"  # the constant that holds the samples' weights
 
