@@ -1,4 +1,4 @@
-"""python many_processes.py PROCESS PROCESSES PORT STEPS: one of several that train together."""
+"""One of several processes that train together: many_processes.py PROCESS PROCESSES PORT STEPS."""
 
 import pathlib
 import sys
@@ -35,7 +35,7 @@ def init():
 
 @jax.jit
 def train_step(state, x, y, key):
-    """A step on a batch that is spread over all devices of all processes."""
+    """A step on a batch that is sharded over all devices of all processes."""
     oracle = net.oracle(state["params"], x, targets=y, key=key)
     loss, grads = jax.value_and_grad(oracle.loss)(state["params"])
     updates, opt_state = tx.update(grads, state["opt_state"], state["params"], oracle=oracle)
@@ -43,7 +43,7 @@ def train_step(state, x, y, key):
 
 
 def batch(step):
-    """This process's part of a batch; every batch depends on its step alone."""
+    """This process's part of a batch; a batch depends on its step only."""
     rng = np.random.default_rng(step)
     x = rng.normal(size=(128, 20)).astype(np.float32)
     y = np.abs(x[:, :10]).argmax(-1)
@@ -54,7 +54,7 @@ def batch(step):
 state = jax.jit(init, out_shardings=everywhere)()
 with ocp.CheckpointManager(pathlib.Path("checkpoints").absolute()) as manager:
     done = manager.latest_step() or 0
-    if done:  # however many processes have written it
+    if done:  # written by any number of processes
         like = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), state
         )

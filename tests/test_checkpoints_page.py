@@ -85,7 +85,7 @@ def kill_and_resume(runs, kills):
             if path.is_file():
                 path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     again = runs.finish("killed")
-    assert re.search(r"60 steps, of which 0 refused; loss 0\.\d+\nfingerprint \w{64}", whole)
+    assert re.search(r"60 steps, 0 rejected; loss 0\.\d+\nfingerprint \w{64}", whole)
     assert again == whole
 
 
