@@ -3,7 +3,7 @@ r"""The averaged Fisher :math:`\bar F`: how statistics enter it, and how and whe
 import dataclasses
 import numbers
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from kldwrm_jax.curvature.inverse import Inverse, InversionSlot, slots
 from kldwrm_jax.curvature.layers import LayerBlock, Layers, per_block
 from kldwrm_jax.curvature.outliers import Traces, Verdict, judge_outlier, traces
 from kldwrm_jax.curvature.solvers import (
-    LinearSolver,
     Operator,
     QuadraticSolver,
     Solver,
@@ -123,9 +122,9 @@ class AveragedFisher:
     @property
     def fresh_solver(self) -> QuadraticSolver | None:
         r"""The solver, if at an inversion its :math:`B_k` is the batch's own curvature."""
-        if isinstance(self.solver, LinearSolver) or self.inverse.takes_average:
-            return None
-        return cast("QuadraticSolver", self.solver)
+        if isinstance(self.solver, QuadraticSolver) and not self.inverse.takes_average:
+            return self.solver
+        return None
 
     def init(self) -> Averages:
         """Zeros, before the first refresh."""

@@ -12,7 +12,7 @@ so that nothing is divided by a learning rate that may be zero.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +135,7 @@ class Solver(Protocol):
         ...
 
 
+@runtime_checkable
 class QuadraticSolver(Solver, Protocol):
     """The linear algebra of a member whose model is quadratic."""
 
