@@ -119,7 +119,7 @@ def advance(
         observed, fresh = observe(fisher, before, inputs)
         return fisher.if_inversion(
             inputs.k,
-            lambda: _solve_fresh(solver, inputs, observed, fresh, kept),
+            lambda: _solve_fresh(solver, inputs, observed, fresh, kept[1]),
             lambda: cached(observed),
         )
 
@@ -131,11 +131,11 @@ def _solve_fresh(
     inputs: StepInputs,
     observed: Refreshed,
     fresh: dict[str, Factors],
-    kept: tuple[Refreshed, Direction],
+    cached: Direction,
 ) -> tuple[Refreshed, Direction]:
     r"""New inverses, and the direction with the batch's own curvature as :math:`B_k`.
 
-    ``kept`` is what stays if the statistics, the inverses or the direction are not finite.
+    The old inverses and the direction that they give stay if the new ones are not finite.
     """
     names, averages = [block.name for block in inputs.blocks], observed.averages
     inverses, operators = solver.refresh(
@@ -146,13 +146,20 @@ def _solve_fresh(
     )
     direction = solve(operators, inputs, observed.restart)
     finite = all_finite((inverses, direction))
-    if kept[1].b is not None:
+    if cached.b is not None:
         direction = direction._replace(b=averages.factors | fresh)
     inverted = averages.inverses | dict(zip(names, inverses, strict=True))
-    new = observed._replace(averages=averages._replace(inverses=inverted)), direction
-    rejected = observed.rejected | (observed.refreshed & ~finite)
-    old = kept[0]._replace(rejected=rejected), kept[1]
-    return jax.lax.cond(observed.refreshed & finite, lambda: new, lambda: old)
+    inverted, direction = jax.lax.cond(
+        observed.refreshed & finite,
+        lambda: (inverted, direction),
+        lambda: (averages.inverses, cached),
+    )
+    refreshed = observed._replace(
+        averages=averages._replace(inverses=inverted),
+        refreshed=observed.refreshed & (finite | ~jnp.asarray(inputs.at.first)),
+        rejected=observed.rejected | (observed.refreshed & ~finite),
+    )
+    return refreshed, direction
 
 
 def _statistics(oracle: Oracle, known: dict[str, Factors]) -> dict[str, Factors]:
