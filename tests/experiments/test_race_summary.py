@@ -8,6 +8,7 @@ from kldwrm_jax.experiments import race_summary
 from kldwrm_jax.experiments.race_cases import PROBLEMS
 from kldwrm_jax.experiments.race_summary import best_rate, counted, summary, to_targets
 
+PUBLISHED = pathlib.Path(__file__).parents[2] / "results" / "race"
 LOSS = PROBLEMS["text"]._replace(targets=(1.0, 0.5), steps=30, every=10)
 
 
@@ -78,11 +79,11 @@ def test_curves_are_those_of_the_runs_that_count(records):
     assert np.isnan(values[3, 0])
 
 
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="a source distribution has no results")
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_the_published_logs_give_the_published_tables(name):
-    folder = pathlib.Path(__file__).parents[2] / "results" / "race"
-    lines = (folder / f"{name}.jsonl").read_text().splitlines()
+    lines = (PUBLISHED / f"{name}.jsonl").read_text().splitlines()
     found = summary(PROBLEMS[name], [json.loads(line) for line in lines])
-    published = (folder / f"{name}.md").read_text()
+    published = (PUBLISHED / f"{name}.md").read_text()
     assert found.splitlines()[4:] == published.splitlines()[4:]
     assert len(found.splitlines()) > 8
