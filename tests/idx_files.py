@@ -1,4 +1,4 @@
-"""Small files in the format of MNIST."""
+"""Small data sets in MNIST's IDX format."""
 
 import gzip
 
@@ -6,13 +6,13 @@ import numpy as np
 
 
 def encode(array):
-    """An array of bytes as IDX."""
+    """Encodes an array of bytes as IDX."""
     sizes = np.array(array.shape, ">u4").tobytes()
     return bytes((0, 0, 8, array.ndim)) + sizes + array.astype(np.uint8).tobytes()
 
 
 def arrays(train=24, test=8, side=6):
-    """Images and labels by file name."""
+    """Random images and labels, by file name."""
     rng = np.random.default_rng(0)
 
     def images(count):
@@ -30,7 +30,7 @@ def arrays(train=24, test=8, side=6):
 
 
 def write(folder, compressed=True, **sizes):
-    """Four files; returns their contents by name."""
+    """Writes the four files; returns their contents by name."""
     folder.mkdir(parents=True, exist_ok=True)
     written = {}
     for name, array in arrays(**sizes).items():

@@ -1,93 +1,55 @@
-"""A run's checkpoint on disk: whole and of this very run, or refused.
+"""A run's Orbax checkpoint: complete, undamaged and of this very run, or refused."""
 
-Three parts: a line with the checksum of all that follows; a line of JSON that says which run and
-epoch it is of; the arrays, in MessagePack, which holds data only: reading it runs no code.
-"""
-
-import hashlib
 import json
-from collections.abc import Mapping
-from importlib import metadata
+import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import flax.serialization
-import jax
-import jax.numpy as jnp
-import numpy as np
+import orbax.checkpoint as ocp
 
-from kldwrm_jax.experiments import runs
 from kldwrm_jax.experiments.errors import UsageError
-from kldwrm_jax.paths import leaves_by_path
+from kldwrm_jax.experiments.provenance import fingerprint
+from kldwrm_jax.experiments.runs import Record, check_same
 
-_KIND = b"kldwrm checkpoint, SHA-256 "
-
-
-class Checkpoint(NamedTuple):
-    """The state after an epoch."""
-
-    state: Any
-    epoch: int
+_FIX = "delete it, and --resume restarts this run from its first epoch"
+_OPTIONS = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
 
 
-def save(path: Path, checkpoint: Checkpoint, run: Mapping[str, Any]) -> None:
-    """Writes a checkpoint in place of the one before, at once.
+class Checkpoints:
+    """The newest checkpoint of the run that JSON describes as ``run``, in a folder of its own."""
 
-    Args:
-      path: where.
-      checkpoint: what to write.
-      run: what the run depends on, as JSON has it.
-    """
-    about = {"run": run, "epoch": checkpoint.epoch, "version": metadata.version("kldwrm_jax")}
-    arrays = flax.serialization.to_bytes(jax.device_get(checkpoint.state))
-    content = json.dumps(about).encode() + b"\n" + arrays
-    runs.replace(path, _KIND + _checksum(content) + b"\n" + content)
+    def __init__(self, folder: Path, run: Record) -> None:
+        self.folder, self.run = folder, run
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=_OPTIONS)
 
+    def save(self, state: Any, epochs: list[Record]) -> None:
+        """Saves state and log; the previous checkpoint is deleted once this one is complete."""
+        checksum = fingerprint((state, json.dumps(epochs)))
+        about = {"run": self.run, "epochs": epochs, "sha256": checksum}
+        items = {"about": ocp.args.JsonSave(about), "state": ocp.args.StandardSave(state)}
+        self._manager.save(len(epochs), args=ocp.args.Composite(**items))
 
-def load(path: Path, like: Any, run: Mapping[str, Any]) -> Checkpoint:
-    """Reads a checkpoint.
+    def load(self, state: Any) -> tuple[Any, list[Record]]:
+        """Loads state and log; without a checkpoint, ``state`` and an empty log."""
+        if self._manager.latest_step() is None:
+            return state, []
+        about = self._restore("about", ocp.args.JsonRestore())
+        check_same(self.folder, about["run"], self.run, f"move it to where it belongs, or {_FIX}")
+        state = self._restore("state", ocp.args.StandardRestore(state))
+        if fingerprint((state, json.dumps(about["epochs"]))) != about["sha256"]:
+            raise UsageError(f"{self.folder} is damaged (checksum mismatch): {_FIX}")
+        return state, about["epochs"]
 
-    Args:
-      path: where.
-      like: a state of the structure, shapes and types that this program has.
-      run: what the run depends on, as JSON has it.
-
-    Raises:
-      UsageError: if it is damaged, of another run, or of another structure; it says which.
-    """
-    way_out = "delete it, and --resume starts this run again from its first epoch"
-    first, _, content = path.read_bytes().partition(b"\n")
-    if first != _KIND + _checksum(content):
-        raise UsageError(f"{path} is damaged, or no checkpoint of this program: {way_out}")
-    second, _, arrays = content.partition(b"\n")
-    about = json.loads(second)
-    for name, value in run.items():
-        if about["run"].get(name) != value:
+    def _restore(self, name: str, args: Any) -> Any:
+        try:
+            step, items = self._manager.latest_step(), ocp.args.Composite(**{name: args})
+            return self._manager.restore(step, args=items)[name]
+        except Exception as error:  # Orbax raises many kinds
             raise UsageError(
-                f"{path} is of a run with {name} = {about['run'].get(name)!r}, not {value!r}: put "
-                f"it back where it belongs, or {way_out}"
-            )
-    stored = flax.serialization.msgpack_restore(arrays)
-    theirs, ours = _forms(stored), _forms(flax.serialization.to_state_dict(like))
-    for name in sorted({*theirs, *ours}):
-        if theirs.get(name) != ours.get(name):
-            raise UsageError(
-                f"{path} was written by another version of the program ({about['version']}; this "
-                f"is {metadata.version('kldwrm_jax')}): {name} is {theirs.get(name, 'missing')} "
-                f"there and {ours.get(name, 'missing')} here. Resume with that version, or "
-                f"{way_out}"
-            )
-    state = flax.serialization.from_state_dict(like, stored)
-    return Checkpoint(jax.tree.map(jnp.asarray, state), about["epoch"])
+                f"{self.folder} is damaged, or its state has another structure: {_FIX}\n{error}"
+            ) from error
 
-
-def _checksum(content: bytes) -> bytes:
-    return hashlib.sha256(content).hexdigest().encode()
-
-
-def _forms(tree: Any) -> dict[str, str]:
-    """Type and shape of every array, by its path."""
-    return {
-        path: f"{np.asarray(x).dtype}{list(np.shape(x))}"
-        for path, x in leaves_by_path(tree).items()
-    }
+    def delete(self) -> None:
+        """Deletes the folder."""
+        self._manager.close()
+        shutil.rmtree(self.folder)

@@ -1,14 +1,14 @@
-"""What the command line reports without a traceback."""
+"""Errors that the command line reports without a traceback."""
 
-from collections.abc import Collection
+from collections.abc import Iterable
 
 
 class UsageError(Exception):
-    """What the user can put right: the message names the argument, the value and the way out."""
+    """An error that the user can fix; the message names the argument or file, and the fix."""
 
 
-def check_name(argument: str, name: str, known: Collection[str]) -> str:
-    """The name, if it is known; otherwise an error that lists the right ones."""
-    if name not in known:
-        raise UsageError(f"{argument}: unknown name {name!r}; choose from {', '.join(known)}")
-    return name
+def check_names(argument: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raises an error that lists the known names if one of ``names`` is not among them."""
+    for name in names:
+        if name not in known:
+            raise UsageError(f"{argument}: unknown name {name!r}; choose from {', '.join(known)}")

@@ -1,19 +1,12 @@
-"""A run on disk: JSON lines that are whole after every epoch, beside a checkpoint to go on from.
+"""The log of a training run: JSON lines of kind "run" (settings), "epoch" and "end"."""
 
-The first line (``kind`` "run") says what was run, with which versions and where; one line an epoch
-(``kind`` "epoch") says how it went; the last (``kind`` "end") that it is finished.
-"""
-
-import dataclasses
 import json
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kldwrm_jax.experiments.errors import UsageError
-from kldwrm_jax.experiments.provenance import machine, versions
 
 Record = dict[str, Any]
 
@@ -23,9 +16,8 @@ PROTOCOLS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What a log says."""
+class Run(NamedTuple):
+    """The contents of a log; a run without ``end`` has not reached its last epoch."""
 
     path: Path
     header: Record
@@ -34,88 +26,65 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether it came to its last epoch."""
+        """Whether the run reached its last epoch."""
         return self.end is not None
 
     def curve(self, metric: str, protocol: str | None = None) -> list[float]:
-        """A metric epoch by epoch; test metrics (``accuracy``, ``loss``) need a protocol."""
-        rows = [epoch["test"][protocol] if protocol else epoch for epoch in self.epochs]
+        """A metric per epoch; test metrics (``accuracy``, ``loss``) need a protocol."""
+        test = metric in ("accuracy", "loss")
+        rows = [epoch["test"][protocol] if test else epoch for epoch in self.epochs]
         return [math.nan if row[metric] is None else row[metric] for row in rows]
 
 
 def number(value: Any) -> float | None:
-    """A number as JSON can have it: None if it is not finite."""
+    """A number for JSON: None if it is not finite."""
     return float(value) if math.isfinite(value) else None
 
 
 def log_path(folder: Path, seed: int) -> Path:
-    """Where a seed's log is."""
+    """Path of a seed's log."""
     return folder / f"seed-{seed}.jsonl"
 
 
-def checkpoint_path(log: Path) -> Path:
-    """Where a log's checkpoint is."""
-    return log.with_suffix(".checkpoint")
-
-
 def read(path: Path) -> Run:
-    """Reads a log. A last line that was cut short by a kill is left out."""
+    """Reads a log, ignoring a last line that was truncated by a kill."""
     records: list[Record] = []
-    lines = path.read_text().splitlines()
-    for number, line in enumerate(lines):
+    for line in path.read_text().split("\n")[:-1]:
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines) - 1:
-                break
-            raise UsageError(f"{path}: line {number + 1} is not JSON ({error})") from error
-    if not records or not isinstance(records[0], dict) or records[0].get("kind") != "run":
-        raise UsageError(f"{path}: not the log of a run: its first line does not say what was run")
+            records.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{path}: line {len(records) + 1} is not a record: {error}") from error
+    if not records or records[0].get("kind") != "run":
+        raise UsageError(f"{path}: not the log of a run: the first line does not describe one")
     epochs = tuple(record for record in records if record["kind"] == "epoch")
-    ends = [record for record in records if record["kind"] == "end"]
-    return Run(path, records[0], epochs, ends[-1] if ends else None)
+    return Run(path, records[0], epochs, records[-1] if records[-1]["kind"] == "end" else None)
 
 
 def read_all(folder: Path) -> list[Run]:
-    """All runs below a folder, in the order of their paths and seeds."""
-    if not folder.exists():
-        raise UsageError(f"{folder}: there is no such folder")
+    """Reads all logs below a folder, ordered by path and seed."""
     found = sorted(folder.rglob("seed-*.jsonl"), key=lambda p: (p.parent, int(p.stem[5:])))
     if not found:
-        raise UsageError(f"{folder}: no runs (seed-*.jsonl) in it; `kldwrm train` makes some")
+        raise UsageError(f"{folder}: contains no runs (seed-*.jsonl); `kldwrm train` makes some")
     return [read(path) for path in found]
 
 
-def append(path: Path, record: Mapping[str, Any]) -> None:
-    """Adds a line, and has it on disk before it returns."""
+def check_same(path: Path, stored: Record, wanted: Record, fix: str) -> None:
+    """Raises an error that names the first setting in which a stored run differs."""
+    for name, value in wanted.items():
+        if stored.get(name) != value:
+            difference = f"{name} = {stored.get(name)!r}, not {value!r}"
+            raise UsageError(f"{path} belongs to a run with {difference}: {fix}")
+
+
+def append(path: Path, record: Record) -> None:
+    """Appends a line."""
     with path.open("a") as file:
         file.write(json.dumps(record) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
-def rewrite(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Puts these lines in place of all others, at once."""
-    replace(path, "".join(json.dumps(record) + "\n" for record in records).encode())
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Writes a file under its name only when it is whole.
-
-    What a kill leaves of it has another name, which the next call writes over.
-    """
+def rewrite(path: Path, records: Sequence[Record]) -> None:
+    """Replaces a log atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def provenance() -> Record:
-    """Versions and machine."""
-    return {"versions": versions(), "machine": machine()}
+    temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
+    temporary.replace(path)

@@ -1,153 +1,51 @@
 """``kldwrm train``: any optimizer on any network and data set."""
 
-import argparse
+import dataclasses
 from pathlib import Path
+from typing import Any, Literal
 
-from kldwrm_jax.experiments import models, options, recipes, training
-from kldwrm_jax.experiments.errors import UsageError
-from kldwrm_jax.experiments.progress import Screen, percent
-from kldwrm_jax.experiments.recipes import Arguments, Value
-from kldwrm_jax.experiments.runs import PROTOCOLS, Run
-from kldwrm_jax.experiments.training import Spec
+from tyro.conf import FlagCreatePairsOff
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    parser.description = (
-        "Trains a network and writes its metrics, one JSON line an epoch, to "
-        "OUT/DATASET-MODEL-OPTIMIZER/seed-N.jsonl. Defaults are the paper's best settings."
-    )
-    options.add_data(parser, "digits")
-    parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help=f"{', '.join(models.MODELS)} (default: paper-cnn for 28 x 28 images, cnn for "
-        "digits, mlp for all else)",
-    )
-    parser.add_argument(
-        "--optimizer",
-        nargs="+",
-        default=["qe"],
-        metavar="NAME",
-        help=f"one or several of {', '.join(recipes.OPTIMIZERS)} (default: qe)",
-    )
-    parser.add_argument("--epochs", type=options.count, default=10, help="default: %(default)s")
-    options.add_seeds(parser, 1)
-    parser.add_argument("--batch-size", type=options.count, default=512, help="default: 512")
-    parser.add_argument(
-        "--learning-rate", type=float, help="1/lambda (default: 0.01; sgd 0.05, adam 0.003)"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="another argument of the optimizer, such as rho=0.7 or kl_clip=none; may be repeated",
-    )
-    parser.add_argument(
-        "--fisher",
-        choices=("empirical", "sampled", "exact"),
-        default="empirical",
-        help="labels of the curvature: the data's, drawn from the model, or the full expectation "
-        "(default: %(default)s, as in the paper)",
-    )
-    parser.add_argument(
-        "--bias",
-        choices=("separate", "joint"),
-        default="separate",
-        help="whether biases have curvature blocks of their own (default: %(default)s, as in the "
-        "paper)",
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/train"), help="default: %(default)s")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with runs that were killed, where their last epoch ended",
-    )
+from kldwrm_jax.experiments import data, recipes, training
+from kldwrm_jax.experiments.progress import console, progress_bars
 
 
-def run(args: argparse.Namespace) -> int:
-    """Trains."""
-    screen = Screen()
-    settings = [recipes.setting(name, _arguments(args)) for name in args.optimizer]
-    dataset = options.load_data(args, screen)
-    model = args.model or _default_model(dataset.train_x.shape[1:])
-    finished: list[Run] = []
-    with screen.watching(len(settings) * len(args.seeds)) as watcher:
-        for setting in settings:
-            spec = Spec(
-                dataset.name,
-                model,
-                setting,
-                args.epochs,
-                batch_size=min(args.batch_size, len(dataset.train_y)),
-                fisher=args.fisher,
-                bias=args.bias,
-            )
-            folder = args.out / f"{_slug(dataset.name)}-{model}-{setting.optimizer}"
-            finished += training.train_seeds(
-                spec, dataset, args.seeds, folder, resume=args.resume, watcher=watcher
-            )
-    _summarise(screen, finished)
-    return 0
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train any optimizer on any network and data set; resumable.
 
+    Metrics go to OUT/DATASET-MODEL-OPTIMIZER/seed-N.jsonl, one JSON line per epoch. The defaults
+    are the paper's best settings.
+    """
 
-def _default_model(shape: tuple[int, ...]) -> str:
-    if len(shape) != 3:
-        return "mlp"
-    return "paper-cnn" if shape[:2] == (28, 28) else "cnn"
+    dataset: str = "digits"  # digits or mnist.
+    data_dir: Path | None = None  # MNIST's IDX files; default: $KLDWRM_DATA or a download.
+    model: str | None = None  # paper-cnn (default for 28 x 28 images), cnn (for others) or mlp.
+    optimizer: tuple[str, ...] = ("qe",)  # One or more of sgd, adam, kfac, so, q, qe.
+    epochs: int = 10  # Passes over the training data.
+    seeds: int = 1  # Number of seeds.
+    first_seed: int = 0  # The first of them.
+    batch_size: int = 512  # Examples per step.
+    learning_rate: float | None = None  # Defaults to 0.01 (sgd: 0.05, adam: 0.003).
+    # Other arguments of the optimizer, such as: rho 0.7 kl_clip None.
+    set: dict[str, int | float | str | None] = dataclasses.field(default_factory=dict)
+    fisher: Literal["empirical", "sampled", "exact"] = "empirical"  # Labels of the Fisher.
+    bias: Literal["separate", "joint"] = "separate"  # Curvature blocks of biases.
+    out: Path = Path("runs/train")  # Folder for the logs.
+    resume: FlagCreatePairsOff[bool] = False  # Continue interrupted runs.
 
-
-def _slug(dataset: str) -> str:
-    return f"npz-{Path(dataset).stem}" if dataset.startswith("npz:") else dataset
-
-
-def _arguments(args: argparse.Namespace) -> Arguments:
-    given: dict[str, Value] = {}
-    if args.learning_rate is not None:
-        given["learning_rate"] = args.learning_rate
-    for text in args.set:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise UsageError(f"--set {text}: expected NAME=VALUE, such as rho=0.7")
-        given[name.replace("-", "_")] = _value(value)
-    return given
-
-
-def _value(text: str) -> Value:
-    if text.lower() == "none":
-        return None
-    for convert in (int, float):
-        try:
-            return convert(text)
-        except ValueError:
-            continue
-    return text
-
-
-def _summarise(screen: Screen, finished: list[Run]) -> None:
-    screen.table(
-        "After the last epoch",
-        [
-            {
-                "optimizer": run.header["setting"]["optimizer"],
-                "seed": run.header["seed"],
-                **{name: run.epochs[-1]["test"][name]["accuracy"] for name in PROTOCOLS},
-                "train_loss": run.curve("train_loss")[-1],
-                "seconds": run.epochs[-1]["seconds"],
-            }
-            for run in finished
-        ],
-        {
-            "optimizer": ("optimizer", lambda name: recipes.OPTIMIZERS[name].title),
-            "seed": ("seed", str),
-            "paper": ("test accuracy (paper)", percent),
-            "corrected": ("test accuracy (corrected)", percent),
-            "train_loss": ("train loss", "{:.4f}".format),
-            "seconds": ("seconds", "{:.1f}".format),
-        },
-    )
-    for name, meaning in PROTOCOLS.items():
-        screen.say(f"{name}: {meaning}")
-    for folder in sorted({run.path.parent for run in finished}):
-        screen.saved("logs", folder)
+    def run(self) -> None:
+        """Trains every seed of every optimizer."""
+        rate = {} if self.learning_rate is None else {"learning_rate": self.learning_rate}
+        settings = [recipes.setting(name, {**rate, **self.set}) for name in self.optimizer]
+        dataset = data.load(self.dataset, self.data_dir)
+        model = self.model or ("paper-cnn" if dataset.train_x.shape[1] == 28 else "cnn")
+        size = min(self.batch_size, len(dataset.train_y))
+        seeds = range(self.first_seed, self.first_seed + self.seeds)
+        with progress_bars(console()) as progress:
+            for setting in settings:
+                task = dataset.name, model, setting, self.epochs, size, self.fisher, self.bias
+                folder = self.out / f"{dataset.name}-{model}-{setting.optimizer}"
+                options: Any = {"resume": self.resume, "progress": progress}
+                training.train_seeds(training.Spec(*task), dataset, seeds, folder, **options)
+        console().print(f"logs: {self.out}")

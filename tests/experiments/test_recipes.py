@@ -13,39 +13,11 @@ from kldwrm_jax.experiments import recipes
 from kldwrm_jax.experiments.errors import UsageError
 
 
-def test_there_are_four_settings_a_solver_and_one_of_them_is_best():
-    for solver in recipes.SOLVERS:
-        entries = [e for e in recipes.PAPER_SETTINGS if e.setting.optimizer == solver]
-        assert len(entries) == 4
-        assert [e.best for e in entries].count(True) == 1
-    assert len({entry.name for entry in recipes.PAPER_SETTINGS}) == 16
-
-
-def test_the_best_settings_are_those_of_the_papers_main_table():
-    rows = {e.setting.optimizer: e.row for e in recipes.PAPER_SETTINGS if e.best}
-    assert {name: row[5:] for name, row in rows.items()} == {
-        "kfac": (96.19, 3.2, 0.26, 0.10),
-        "so": (97.60, 0.85, 0.25, 0.04),
-        "q": (97.69, 0.69, 0.26, 0.04),
-        "qe": (98.01, 0.64, 0.23, 0.02),
-    }
-    assert {name: [str(n) for n in row[:5]] for name, row in rows.items()} == {
-        "kfac": ["3", "3", "1", "5", "2"],
-        "so": ["4", "2", "0", "7", "0"],
-        "q": ["5", "4", "0", "4", "0"],
-        "qe": ["8", "7", "2", "9", "0"],
-    }
-
-
-def test_debatable_counts_have_their_slash():
-    slashes = [str(n) for entry in recipes.PAPER_SETTINGS for n in entry.row[:5] if n.low != n.high]
-    assert slashes == ["7/8", "4/5", "6/7", "7/8", "9/10"]
-
-
 def test_settings_survive_json():
-    for entry in recipes.PAPER_SETTINGS:
-        stored = json.loads(json.dumps(dataclasses.asdict(entry.setting)))
-        assert recipes.Setting(**stored) == entry.setting
+    for name in recipes.OPTIMIZERS:
+        setting = recipes.setting(name)
+        stored = json.loads(json.dumps(dataclasses.asdict(setting)))
+        assert recipes.Setting(**stored) == setting
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +37,7 @@ def test_every_optimizer_goes_downhill_with_its_defaults(name, problem):
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
-def test_weight_decay_of_first_order_methods_is_part_of_the_gradient(name, problem):
+def test_weight_decay_of_first_order_methods_is_added_to_the_gradient(name, problem):
     net, params, (_, grads, oracle) = problem
     arguments = {"learning_rate": 0.5, "weight_decay": 0.1}
     tx = recipes.transform(recipes.setting(name, arguments), net.layers)
@@ -81,5 +53,30 @@ def test_unknown_names_get_the_list(problem):
         recipes.setting("lbfgs")
     with pytest.raises(UsageError, match=r"omega.*learning_rate, rho"):
         recipes.setting("kfac", {"omega": 0.1})
+    with pytest.raises(UsageError, match=r"nu.*learning_rate, momentum, .*weight_decay"):
+        recipes.setting("sgd", {"nu": 0.1})
     with pytest.raises(UsageError, match="rho must be in"):
         recipes.transform(recipes.setting("kfac", {"rho": 1.5}), problem[0].layers)
+
+
+def test_the_defaults_are_the_papers():
+    assert recipes.setting("q").arguments == {
+        "learning_rate": 0.01,
+        "damping": 0.011,
+        "weight_decay": 0.001,
+        "refresh_every": 30,
+        "kl_clip": 0.1,
+        "solver": "reweighted",
+        "block_clip": 2.0,
+        "rho": 0.5,
+    }
+    extra = recipes.setting("qe").arguments.items() - recipes.setting("q").arguments.items()
+    assert dict(extra) == {
+        "inner_steps": 10,
+        "omega": 0.07,
+        "capacity": 4,
+        "kl_scale": 1 / 660,
+        "tail": "fold",
+    }
+    rho = {name: recipes.setting(name).arguments["rho"] for name in recipes.SOLVERS}
+    assert rho == {"kfac": 0.95, "so": 0.33, "q": 0.5, "qe": 0.5}

@@ -1,4 +1,5 @@
 import dataclasses
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ import kldwrm_jax as kw
 from kldwrm_jax.experiments import models, recipes, runs, training
 from kldwrm_jax.experiments.data import Dataset
 from kldwrm_jax.experiments.errors import UsageError
-from kldwrm_jax.experiments.training import Spec, Watcher
+from kldwrm_jax.experiments.progress import progress_bars
+from kldwrm_jax.experiments.training import Spec, Trainer, train_seeds
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +21,7 @@ def blobs():
     """Three classes that an MLP learns in a few steps."""
     rng = np.random.default_rng(0)
     y = np.arange(70) % 3
-    x = (rng.normal(size=(70, 4)) + 2 * np.eye(3, 4)[y]).astype(np.float32)
+    x = (rng.normal(size=(70, 4)) + 2 * np.eye(3, 4)[y]).astype(np.float32).reshape(70, 2, 2, 1)
     y = y.astype(np.int32)
     mean, std = float(x[:50].mean()), float(x[:50].std())
     return Dataset("blobs", x[:50], y[:50], x[50:], y[50:], mean, std)
@@ -35,90 +37,126 @@ SPEC = Spec(
 )
 
 
-@pytest.fixture(scope="module")
-def trainer(blobs):
-    return training.prepare(SPEC, blobs)
-
-
 def results(run):
-    """All that does not depend on the clock."""
+    """Everything that does not depend on the clock."""
     return [{k: v for k, v in epoch.items() if "seconds" not in k} for epoch in run.epochs]
 
 
 @pytest.fixture(scope="module")
-def whole(trainer, tmp_path_factory):
-    return training.train(trainer, 1, tmp_path_factory.mktemp("whole"))
+def trainer(blobs):
+    return Trainer(SPEC, blobs)
 
 
-class Killer(Watcher):
-    """Ctrl-C after so many steps."""
+@pytest.fixture
+def train(trainer, blobs, tmp_path, monkeypatch):
+    """Trains seed 1, with programs compiled once, and may be interrupted after some steps."""
+    monkeypatch.setattr(training, "Trainer", lambda *_: trainer)
 
-    def __init__(self, steps):
-        self.left = steps
+    def train(spec=SPEC, seeds=(1,), folder=tmp_path, kill_after=None, **options):
+        bars, left = progress_bars(), kill_after
 
-    def step(self):
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
+        def advance(task, advance=1.0):
+            nonlocal left
+            left = left and left - 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(bars, "advance", advance)
+        return train_seeds(spec, blobs, seeds, folder, progress=bars, **options)
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def whole(trainer, blobs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(training, "Trainer", lambda *_: trainer)
+        return train_seeds(SPEC, blobs, [1], folder)[0]
+
+
+def log_and_checkpoint(folder):
+    log = runs.log_path(folder, 1)
+    return log, log.with_suffix(".checkpoint")
 
 
 @pytest.mark.parametrize("steps", [1, 3, 7, 9])
-def test_a_killed_run_resumes_to_the_very_numbers_of_one_that_was_not(
-    steps, trainer, whole, tmp_path
-):
+def test_a_killed_run_resumes_to_the_bits_of_an_uninterrupted_one(steps, train, whole, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        training.train(trainer, 1, tmp_path, watcher=Killer(steps))
+        train(kill_after=steps)
     left = runs.read(runs.log_path(tmp_path, 1))
-    assert len(left.epochs) == (steps - 1) // trainer.steps_per_epoch
-    resumed = training.train(trainer, 1, tmp_path, resume=True)
+    assert len(left.epochs) == (steps - 1) // 3
+    (resumed,) = train(resume=True)
     assert results(resumed) == results(whole)
     assert resumed.end["diagnostics"] == whole.end["diagnostics"]
     assert resumed.end["params_sha256"] == whole.end["params_sha256"]
     assert resumed.finished
 
 
-def test_a_run_killed_between_log_and_checkpoint_loses_an_epoch_only(trainer, whole, tmp_path):
+def test_a_resumed_run_continues_from_its_last_epoch(train, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
-        training.train(trainer, 1, tmp_path, watcher=Killer(4))
-    checkpoint = runs.checkpoint_path(runs.log_path(tmp_path, 1))
-    old = checkpoint.read_bytes()
+        train(kill_after=7)
     with pytest.raises(KeyboardInterrupt):
-        training.train(trainer, 1, tmp_path, resume=True, watcher=Killer(4))
-    checkpoint.write_bytes(old)
-    assert len(runs.read(runs.log_path(tmp_path, 1)).epochs) == 2
-    assert results(training.train(trainer, 1, tmp_path, resume=True)) == results(whole)
+        train(kill_after=3, resume=True)
+    with pytest.raises(KeyboardInterrupt):
+        train(kill_after=6, resume=True)  # two epochs were completed before, one since
+    (resumed,) = train(resume=True)
+    assert len(resumed.epochs) == 4
 
 
-def test_a_checkpoint_that_is_ahead_of_its_log_is_refused(trainer, tmp_path):
+def test_a_run_killed_between_log_and_checkpoint_loses_one_epoch_only(train, whole, tmp_path):
+    log, checkpoint = log_and_checkpoint(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        training.train(trainer, 1, tmp_path, watcher=Killer(7))
-    log = runs.log_path(tmp_path, 1)
+        train(kill_after=4)
+    shutil.copytree(checkpoint, tmp_path / "old")
+    with pytest.raises(KeyboardInterrupt):
+        train(kill_after=4, resume=True)
+    shutil.rmtree(checkpoint)
+    shutil.copytree(tmp_path / "old", checkpoint)
+    assert len(runs.read(log).epochs) == 2
+    assert results(train(resume=True)[0]) == results(whole)
+
+
+def test_a_log_that_lost_epochs_is_restored_from_the_checkpoint(train, whole, tmp_path):
+    log, _ = log_and_checkpoint(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        train(kill_after=7)
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:2]))
-    with pytest.raises(UsageError, match=r"is of epoch 2, and .* ends with epoch 1: delete"):
-        training.train(trainer, 1, tmp_path, resume=True)
+    assert results(train(resume=True)[0]) == results(whole)
 
 
-def test_a_checkpoint_whose_log_is_gone_is_not_taken_for_that_of_a_new_run(
-    trainer, whole, tmp_path
-):
+def test_a_checkpoint_whose_log_is_gone_is_not_used(train, whole, tmp_path):
+    log, _ = log_and_checkpoint(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        training.train(trainer, 1, tmp_path, watcher=Killer(7))
-    runs.log_path(tmp_path, 1).unlink()
+        train(kill_after=7)
+    log.unlink()
     with pytest.raises(KeyboardInterrupt):
-        training.train(trainer, 1, tmp_path, watcher=Killer(1))
-    assert results(training.train(trainer, 1, tmp_path, resume=True)) == results(whole)
+        train(kill_after=1)
+    assert runs.read(log).epochs == ()
+    assert results(train(resume=True)[0]) == results(whole)
 
 
-def test_data_that_changed_under_the_same_name_are_refused(trainer, tmp_path):
+def test_a_damaged_checkpoint_is_reported(train, tmp_path):
+    _, checkpoint = log_and_checkpoint(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        training.train(trainer, 1, tmp_path, watcher=Killer(4))
-    other = dataclasses.replace(trainer, data_sha256="0" * 64)
+        train(kill_after=7)
+    for file in checkpoint.rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    with pytest.raises(UsageError, match=r"seed-1\.checkpoint is damaged.*delete it"):
+        train(resume=True)
+
+
+def test_data_that_changed_under_the_same_name_are_refused(train, trainer, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        train(kill_after=4)
+    monkeypatch.setattr(trainer, "data_sha256", "0" * 64)
     with pytest.raises(UsageError, match=r"data_sha256 = '\w{64}', not '0{64}'"):
-        training.train(other, 1, tmp_path, resume=True)
+        train(resume=True)
 
 
-def test_a_run_matches_a_training_loop_that_a_user_would_write(trainer, whole, blobs):
-    model = models.build("mlp", (4,), 3)
+def test_a_run_matches_a_training_loop_that_a_user_would_write(whole, blobs):
+    model = models.build("mlp", (2, 2, 1), 3)
     x = jnp.asarray((blobs.train_x - blobs.mean) / blobs.std)
     y = jnp.asarray(blobs.train_y)
     net = kw.instrument(model, kw.Categorical(), x, bias="separate")
@@ -157,55 +195,49 @@ def test_it_learns(whole):
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_test_data_in_several_chunks_count_once(monkeypatch, blobs, trainer):
-    params = trainer.init(jax.random.key(0)).params
-    expected = trainer.test(params)
-    monkeypatch.setattr(training, "_TEST_CHUNK", 8)  # 20 images: the last chunk is padded
-    x, y = training._chunks(blobs.test_x, blobs.test_y)
-    assert x.shape == (3, 8, 4)
-    chunked = dataclasses.replace(trainer, test_x=x, test_y=y).test(params)
-    for protocol, metrics in expected.items():
-        assert chunked[protocol] == pytest.approx(metrics)
-
-
-def test_the_log_says_all_there_is_to_say(whole):
+def test_the_log_holds_settings_seed_provenance_and_clocks(whole):
     assert whole.header["setting"] == dataclasses.asdict(SPEC.setting)
     assert whole.header["seed"] == 1
-    assert set(whole.header) >= {"versions", "machine", "dataset", "model", "batch_size"}
+    assert whole.header.keys() >= {"versions", "machine", "git_revision", "dataset", "model"}
     for clock in ("seconds", "cpu_seconds"):
         seconds = whole.curve(clock)
         assert 0 < seconds[0] < seconds[-1] == whole.end[clock]
     assert whole.end["compile_seconds"] > 0
     assert whole.end["diagnostics"]["steps"] == whole.epochs[-1]["steps"] == 12
-    assert not runs.checkpoint_path(whole.path).exists()
+    assert list(whole.path.parent.iterdir()) == [whole.path]
 
 
 def test_seeds_share_one_compiled_step_and_finished_runs_need_none(
     blobs, trainer, monkeypatch, tmp_path
 ):
-    prepared = []
-
-    def prepare(*args):
-        prepared.append(args)
-        return trainer
-
-    monkeypatch.setattr(training, "prepare", prepare)
-    done = training.train_seeds(SPEC, blobs, (0, 1), tmp_path)
-    assert len(prepared) == 1
+    compiled = []
+    monkeypatch.setattr(training, "Trainer", lambda *args: compiled.append(args) or trainer)
+    done = train_seeds(SPEC, blobs, (0, 1), tmp_path)
+    assert len(compiled) == 1
     assert done[0].curve("train_loss") != done[1].curve("train_loss")
-    assert training.train_seeds(SPEC, blobs, (0, 1), tmp_path, resume=True) == done
-    assert len(prepared) == 1
+    assert train_seeds(SPEC, blobs, (0, 1), tmp_path, resume=True) == done
+    assert len(compiled) == 1
 
 
-def test_a_log_is_not_overwritten(trainer, tmp_path):
-    training.train(trainer, 0, tmp_path)
+def test_a_run_without_checkpoints_gives_the_same_bits(train, whole, tmp_path, monkeypatch):
+    def fail(*_):
+        raise AssertionError("saved a checkpoint")
+
+    monkeypatch.setattr(training.Checkpoints, "save", fail)
+    (run,) = train(checkpoint=False)
+    assert run.end["params_sha256"] == whole.end["params_sha256"]
+    assert list(tmp_path.iterdir()) == [run.path]
+
+
+def test_a_log_is_not_overwritten(train):
+    train()
     with pytest.raises(UsageError, match="--resume"):
-        training.train(trainer, 0, tmp_path)
-    other = dataclasses.replace(trainer, spec=dataclasses.replace(SPEC, epochs=9))
+        train()
     with pytest.raises(UsageError, match="epochs = 4, not 9"):
-        training.train(other, 0, tmp_path, resume=True)
+        train(dataclasses.replace(SPEC, epochs=9), resume=True)
 
 
-def test_a_batch_larger_than_the_data_is_refused(blobs):
-    with pytest.raises(UsageError, match="50 training examples"):
-        training.prepare(dataclasses.replace(SPEC, batch_size=51), blobs)
+@pytest.mark.parametrize("change", [{"batch_size": 51}, {"batch_size": 0}, {"epochs": 0}])
+def test_impossible_sizes_are_refused(change, blobs):
+    with pytest.raises(UsageError, match=r"--epochs must be positive.* 50, the training examples"):
+        Trainer(dataclasses.replace(SPEC, **change), blobs)

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_nets import WELL
-
 from kldwrm_jax.experiments.bench_subjects import MLP, batch_of, training_step
+from small_nets import WELL
 
 BATCH = 512
 SHAPES = ((784, 512), (512, 512), (512, 10))

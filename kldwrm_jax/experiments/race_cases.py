@@ -1,0 +1,159 @@
+"""What the race compares. To add a case, add an entry to ``PROBLEMS`` or ``METHODS``."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import kldwrm_jax as kw
+from kldwrm_jax.experiments import data, models
+
+
+class Arrays(NamedTuple):
+    """Training and test examples."""
+
+    train_x: jax.Array
+    train_y: jax.Array
+    test_x: jax.Array
+    test_y: jax.Array
+
+
+Loaded = tuple[nn.Module, Any, Arrays]  # network, likelihood, data
+
+
+class Problem(NamedTuple):
+    """A network, its data and the values of a metric to reach."""
+
+    title: str
+    load: Callable[[Path | None], Loaded]  # takes the folder of MNIST's files
+    batch: int  # examples per step
+    steps: int
+    every: int  # steps between evaluations
+    metric: str  # "accuracy" or "loss"
+    targets: tuple[float, ...]  # the easiest first
+    without: tuple[str, ...] = ()  # methods that are too slow here
+    limit: float = 0.1  # on the KL divergence of calibrated steps, in the units of the loss
+
+    def reached(self, value: float | None, target: float) -> bool:
+        """Whether a value, None if not finite, is at least as good as a target."""
+        sign = 1 if self.metric == "accuracy" else -1
+        return value is not None and sign * value >= sign * target
+
+
+class Transformer(nn.Module):
+    """A causal decoder; the outputs are logits of the next character."""
+
+    characters: int
+    width: int = 48
+    heads: int = 4
+    depth: int = 2
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits at every position."""
+        places, frequencies = np.arange(tokens.shape[1]), np.arange(0, self.width, 2)
+        angles = places[:, None] / 100.0 ** (frequencies / self.width)
+        positions = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1).astype(np.float32)
+        x = nn.Embed(self.characters, self.width)(tokens) + positions
+        for _ in range(self.depth):
+            mask = nn.make_causal_mask(tokens)
+            x += nn.MultiHeadDotProductAttention(self.heads)(nn.LayerNorm()(x), mask=mask)
+            hidden = nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x)))
+            x += nn.Dense(self.width)(hidden)
+        return nn.Dense(self.characters)(nn.LayerNorm()(x))
+
+
+_WORDS = (
+    ("anna", "bruno", "the baker", "a sailor", "my neighbour", "the old queen"),
+    ("sees", "follows", "paints", "remembers", "never meets", "waits for"),
+    ("a red boat", "the harbour", "two foxes", "bread", "the last letter", "a small bell"),
+    ("today", "in winter", "at noon", "every day", "before dawn"),
+)
+
+
+def sentences(count: int, seed: int) -> str:
+    """Random sentences from a small grammar."""
+    rng = np.random.default_rng(seed)
+    drawn = (" ".join(rng.choice(words) for words in _WORDS) for _ in range(count))
+    return "".join(f"{sentence}. " for sentence in drawn)
+
+
+def _text(data_dir: Path | None, length: int = 32) -> Loaded:
+    train, test = sentences(2000, seed=0), sentences(200, seed=1)
+    characters = sorted(set(train))
+
+    def windows(text: str) -> tuple[jax.Array, jax.Array]:
+        tokens = np.array([characters.index(c) for c in text], np.int32)
+        tokens = tokens[: len(tokens) // (length + 1) * (length + 1)].reshape(-1, length + 1)
+        return jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:])
+
+    return Transformer(len(characters)), kw.Categorical(), Arrays(*windows(train), *windows(test))
+
+
+def _images(name: str, model: str) -> Callable[[Path | None], Loaded]:
+    def load(data_dir: Path | None) -> Loaded:
+        own = data.load(name, data_dir)
+        x, test_x = ((x - own.mean) / own.std for x in (own.train_x, own.test_x[:5000]))
+        arrays = map(jnp.asarray, (x, own.train_y, test_x, own.test_y[:5000]))
+        return models.build(model, x.shape[1:], classes=10), kw.Categorical(), Arrays(*arrays)
+
+    return load
+
+
+def _autoencoder(data_dir: Path | None) -> Loaded:
+    own = data.load("mnist", data_dir)
+    x, test = (jnp.asarray(x.reshape(len(x), -1)) for x in (own.train_x, own.test_x[:5000]))
+    widths = 400, 200, 100, 30, 100, 200, 400, x.shape[1]
+    layers: list[Any] = [each for width in widths for each in (nn.Dense(width), nn.tanh)]
+    model = nn.Sequential(layers[:7] + layers[8:-1])  # the bottleneck and the output are linear
+    return model, kw.Bernoulli(), Arrays(x, x, test, test)  # the outputs are logits of pixels
+
+
+_DIGITS, _MNIST = _images("digits", "cnn"), _images("mnist", "paper-cnn")
+_DEEP, _GOOD, _SLOW = "MNIST, an autoencoder of eight layers", (0.95, 0.97), ("qe",)
+PROBLEMS = {
+    "digits": Problem("digits, a small CNN", _DIGITS, 128, 150, 5, "accuracy", _GOOD),
+    "mnist": Problem("MNIST, the paper's CNN", _MNIST, 512, 150, 10, "accuracy", _GOOD, _SLOW),
+    "autoencoder": Problem(_DEEP, _autoencoder, 256, 150, 10, "loss", (150.0, 120.0), _SLOW, 10.0),
+    "text": Problem("text, a transformer of two layers", _text, 64, 200, 10, "loss", (1.0, 0.6)),
+}
+
+
+class Method(NamedTuple):
+    """Name in tables; factory from ``net.layers``, learning rate and KL limit; learning rates."""
+
+    title: str
+    make: Callable[[Any, Any, float], optax.GradientTransformation]
+    rates: tuple[float, ...]
+
+
+def _plain(title: str, make: Callable[..., Any], rates: tuple = (0.01, 0.03, 0.1)) -> Method:
+    return Method(title, lambda n, rate, _: make(n, rate, refresh_every=10), rates)
+
+
+def _calibrated(
+    title: str, make: Callable[..., Any], rates: tuple = (0.1, 0.3, 1.0, 3.0), **arguments: Any
+) -> Method:
+    arguments |= {"refresh_every": 10, "calibrate": True}
+    return Method(title, lambda n, rate, kl: make(n, rate, kl_clip=kl, **arguments), rates)
+
+
+_QE: dict[str, Any] = {"block_clip": None, "inner": "preconditioned", "kl_scale": 1.0}
+_QE_TITLE, _SGD_RATES = "QE, calibrated, two preconditioned steps", (0.003, 0.03, 0.1, 0.3)
+METHODS = {
+    "sgd": Method("SGD with momentum", lambda _, rate, __: optax.sgd(rate, 0.9), _SGD_RATES),
+    "adam": Method("Adam", lambda _, rate, __: optax.adam(rate), (0.001, 0.003, 0.01)),
+    "kfac": _plain("K-FAC", kw.kfac),
+    "so": _plain("SO", kw.so_kldwrm),
+    "q": _plain("Q", kw.q_kldwrm),
+    "qe": _plain("QE, ten steps of SGD", kw.qe_kldwrm, (0.01, 0.03)),
+    "kfac-calibrated": _calibrated("K-FAC, calibrated", kw.kfac),
+    "so-calibrated": _calibrated("SO, calibrated", kw.so_kldwrm),
+    "q-calibrated": _calibrated("Q, calibrated", kw.q_kldwrm, block_clip=None),
+    "qe-calibrated": _calibrated(_QE_TITLE, kw.qe_kldwrm, (0.1, 0.3, 1.0), **_QE),
+}
