@@ -14,8 +14,8 @@ $(READY): pyproject.toml
 demo: $(READY)  ## six optimizers on handwritten digits: a table and a figure in two minutes
 	$(BIN)/kldwrm demo
 
-bench: $(READY)  ## what a step costs, in steps of SGD; about half an hour
-	$(BIN)/kldwrm bench --scaling
+bench: $(READY)  ## step time relative to SGD
+	$(BIN)/kldwrm bench
 
 test: $(READY)  ## the default tests, on two workers
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not outside"

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kldwrm_jax.capture.call import Call
+from kldwrm_jax.capture.canonical import canonical_convolutions
 from kldwrm_jax.capture.captured_layer import NO_BASES, Bases
 from kldwrm_jax.capture.model import Model
 from kldwrm_jax.capture.trace import Path, TraceRecord
@@ -38,15 +39,16 @@ class ForwardPass:
           positions: the samples of one example (the outputs' axes after the first). Where this is
             not 1, each is a direction of its own.
         """
+        vjp = canonical_convolutions(lambda direction: self.vjp(direction)[0])
         total = directions.shape[0] * positions
         if total == 1:
-            return self.vjp(directions[0])[0]
+            return vjp(directions[0])
         shape = directions.shape
         split = directions.reshape(shape[0], shape[1] if positions > 1 else 1, positions, -1)
 
         def statistics(i: jax.Array) -> dict[Path, Arrays]:
             here = (jnp.arange(positions) == i % positions)[:, None] & (i < total)
-            return self.vjp(jnp.where(here, split[i // positions], 0).reshape(shape[1:]))[0]
+            return vjp(jnp.where(here, split[i // positions], 0).reshape(shape[1:]))
 
         at_once = min(total, _DIRECTIONS_AT_ONCE)
         rounds = -(-total // at_once)
