@@ -67,7 +67,7 @@ def kl_report(
       True
     """
     if params is not oracle.params:
-        oracle = dataclasses.replace(oracle, params=params, done=None)
+        oracle = dataclasses.replace(oracle, params=params)
     known = oracle.factors() if factors is None else factors
     step = leaves_by_path(optax.tree.cast(updates, float))
     blocks = oracle.model.layers.active(step)

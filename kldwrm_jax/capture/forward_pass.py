@@ -26,10 +26,8 @@ class ForwardPass:
     outputs: jax.Array
     # From the outputs' cotangent to those of probes and parameters; its leaves are the residuals.
     vjp: Callable[[jax.Array], tuple[dict[Path, Arrays], Leaves]]
-    variables: Any  # the other collections after the pass
     # The layers in which examples depend on each other.
     mixing: tuple[str, ...] = dataclasses.field(metadata={"static": True})
-    loss_cotangent: jax.Array | None = None  # the loss's gradient in the outputs, if it was taken
 
     def statistics(self, directions: jax.Array, positions: int) -> dict[Path, Arrays]:
         """The statistics of cotangents, stacked in front, summed.
@@ -74,14 +72,14 @@ def run_forward(
     """A pass that is differentiable in the probes and in the parameters at ``paths``."""
     records: list[TraceRecord] = []
 
-    def run(probes: dict[Path, Arrays], chosen: Leaves) -> tuple[jax.Array, Any]:
+    def run(probes: dict[Path, Arrays], chosen: Leaves) -> jax.Array:
         own = replace_leaves(params, chosen)
-        outputs, variables, record = model.observed_outputs(own, call, probes, weights, bases)
+        outputs, record = model.observed_outputs(own, call, probes, weights, bases)
         records.append(record)
-        return outputs, variables
+        return outputs
 
     leaves = leaves_by_path(params)
     chosen = {path: leaves[path] for path in paths}
-    outputs, vjp, variables = jax.vjp(run, model.probes(bases), chosen, has_aux=True)
+    outputs, vjp = jax.vjp(run, model.probes(bases), chosen)
     model.check_reached(params, call, records[-1])
-    return ForwardPass(outputs, vjp, variables, tuple(model.mixing_layers(records[-1])))
+    return ForwardPass(outputs, vjp, tuple(model.mixing_layers(records[-1])))

@@ -23,14 +23,13 @@ class SplitOracle(Oracle):
     """
 
     parts: int = dataclasses.field(default=1, metadata={"static": True})
-    after: Any = None  # other variables after a pass, if one was done: their mean over the parts
 
     def factors(self, bases: Bases | None = None) -> dict[str, Factors]:
         """Every block's curvature on the whole batch: the mean over its parts."""
         return self._mean(lambda part: part.factors(bases))
 
     def value_and_grad(self) -> tuple[jax.Array, Any, "SplitOracle"]:
-        """Loss and gradient, and the oracle with the other variables after the pass."""
+        """Loss and gradient, and the oracle with the variables after: their mean over the parts."""
 
         def one(part: Oracle) -> tuple[jax.Array, Any, Any]:
             loss, gradient, done = part.value_and_grad()
@@ -38,11 +37,6 @@ class SplitOracle(Oracle):
 
         loss, gradient, variables = self._mean(one)
         return loss, gradient, dataclasses.replace(self, after=variables)
-
-    @property
-    def variables(self) -> Any:
-        """The collections given as ``variables`` after the pass: their mean over the parts."""
-        return super().variables if self.after is None else self.after
 
     def outputs(self, params: Any) -> jax.Array:
         """The network's outputs on the whole batch; their gradient keeps one part's residuals."""

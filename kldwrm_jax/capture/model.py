@@ -58,7 +58,12 @@ class Model:
 
     def outputs(self, params: Any, call: Call) -> jax.Array:
         """What the likelihood sees. Updates of other variables are dropped."""
-        return self._picked(self.adapter.run(params, call)[0])
+        return self.outputs_and_variables(params, call)[0]
+
+    def outputs_and_variables(self, params: Any, call: Call) -> tuple[jax.Array, Any]:
+        """The same, with the other variables after the call."""
+        out, variables, _ = self.adapter.run(params, call)
+        return self._picked(out), variables
 
     def _picked(self, out: Any) -> jax.Array:
         out = out if self.output is None else self.output(out)
@@ -80,18 +85,18 @@ class Model:
         probes: dict[Path, Arrays],
         weights: jax.Array | None = None,
         bases: Bases = NO_BASES,
-    ) -> tuple[jax.Array, Any, TraceRecord]:
+    ) -> tuple[jax.Array, TraceRecord]:
         """:meth:`outputs`, whose cotangents for ``probes`` are the statistics.
 
         Returns:
-          The outputs, the other variables after the call, and the record of the layers met.
+          The outputs, and the record of the layers met.
         """
         attached = {
             layer.path: probes[layer.path] | layer.constants(weights, bases)
             for layer in self.captured
         }
-        out, variables, record = self.adapter.run(params, call, attached, "observed")
-        return self._picked(out), variables, record
+        out, _, record = self.adapter.run(params, call, attached, "observed")
+        return self._picked(out), record
 
     def factors(self, collected: dict[Path, Arrays], scale: float) -> dict[str, Factors]:
         """The factors of every block of a captured layer, from the cotangents of the probes."""

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.captured_layer import NO_BASES, Bases
-from kldwrm_jax.capture.forward_pass import ForwardPass, run_forward
+from kldwrm_jax.capture.forward_pass import run_forward
 from kldwrm_jax.capture.model import Model
 from kldwrm_jax.curvature.blocks import Factors
 from kldwrm_jax.likelihoods.term import LikelihoodTerm
-from kldwrm_jax.paths import leaves_by_path, replace_leaves
+from kldwrm_jax.paths import Leaves, leaves_by_path, replace_leaves
 
 
 @jax.tree_util.register_dataclass
@@ -20,16 +20,15 @@ from kldwrm_jax.paths import leaves_by_path, replace_leaves
 class Oracle:
     """A batch bound to parameters. A pytree: it crosses ``jit``, ``scan`` and ``vmap`` as it is.
 
-    Made by ``net.oracle(...)``, it computes nothing before one of its methods is called, so that a
-    step without a refresh pays nothing for it. Made by ``net.value_and_grad(...)``, it has done its
-    forward pass, and a refresh needs a backward pass only.
+    It computes nothing before one of its methods is called, so that a step without a refresh pays
+    nothing for it.
     """
 
     model: Model = dataclasses.field(metadata={"static": True})
     term: LikelihoodTerm
     params: Any
     call: Call
-    done: ForwardPass | None = None
+    after: Any = None  # other variables after the pass of ``net.value_and_grad``
 
     def factors(self, bases: Bases | None = None) -> dict[str, Factors]:
         r"""Every block's curvature on this batch.
@@ -48,38 +47,40 @@ class Oracle:
         bases = bases or NO_BASES
         for name in bases:
             self.model.layers[name]  # an error if there is no such block
-        done, term = self.done, self.term
-        if done is None or bases:
-            paths = self.model.uncovered
-            done = run_forward(self.model, self.params, self.call, paths, term.weights, bases)
-        directions, scale = term.directions(done.outputs, done.loss_cotangent, done.mixing)
-        collected = done.statistics(directions, term.positions(done.outputs))
+        paths, term = self.model.uncovered, self.term
+        run = run_forward(self.model, self.params, self.call, paths, term.weights, bases)
+        directions, scale = term.directions(run.outputs, run.mixing)
+        collected = run.statistics(directions, term.positions(run.outputs))
         made = self.model.factors(collected, scale)
         if self.model.uncovered:
             signs = term.random_signs(directions)
-            _, gradients = done.vjp(jnp.sum(signs * directions, axis=0))
+            _, gradients = run.vjp(jnp.sum(signs * directions, axis=0))
             for path in self.model.uncovered:
                 made[path] = scale * gradients[path].astype(float) ** 2
         return {block.name: made[block.name] for block in self.model.layers}
 
     def value_and_grad(self) -> tuple[jax.Array, Any, "Oracle"]:
-        """Loss and gradient at the oracle's parameters, and the oracle with this pass done."""
-        paths = tuple(leaves_by_path(self.params))
-        done = run_forward(self.model, self.params, self.call, paths, self.term.weights)
-        loss, cotangent = jax.value_and_grad(self.term.loss)(done.outputs)
-        _, gradients = done.vjp(cotangent)
-        done = dataclasses.replace(done, loss_cotangent=cotangent)
-        return loss, replace_leaves(self.params, gradients), dataclasses.replace(self, done=done)
+        """Loss and gradient at the oracle's parameters, and the oracle with the variables after."""
+
+        def loss(leaves: Leaves) -> tuple[jax.Array, Any]:
+            params = replace_leaves(self.params, leaves)
+            outputs, variables = self.model.outputs_and_variables(params, self.call)
+            return self.term.loss(outputs), variables
+
+        leaves = leaves_by_path(self.params)
+        (value, after), gradients = jax.value_and_grad(loss, has_aux=True)(leaves)
+        gradient = replace_leaves(self.params, gradients)
+        return value, gradient, dataclasses.replace(self, after=after)
 
     @property
     def variables(self) -> Any:
         """The collections given as ``variables``, such as ``batch_stats``, after the pass."""
-        if self.done is None:
+        if self.after is None:
             raise ValueError(
                 "an oracle made by net.oracle(...) has done no pass yet: make it by "
                 "net.value_and_grad(...), or take the updated variables from your own loss"
             )
-        return self.done.variables
+        return self.after
 
     def outputs(self, params: Any) -> jax.Array:
         """The network's outputs on this batch at other parameters, with the same dropout masks."""

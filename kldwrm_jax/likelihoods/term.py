@@ -35,23 +35,21 @@ class LikelihoodTerm:
         """The samples of one example, if their directions must be taken one by one."""
         return math.prod(self._samples(outputs)[1:]) if self.fisher == "exact" else 1
 
-    def directions(
-        self, outputs: jax.Array, loss_cotangent: jax.Array | None, mixing: Sequence[str]
-    ) -> tuple[jax.Array, float]:
+    def directions(self, outputs: jax.Array, mixing: Sequence[str]) -> tuple[jax.Array, float]:
         """Cotangents, stacked in front, whose outer products sum to the outputs' Fisher / scale.
 
         Args:
           outputs: the network's.
-          loss_cotangent: the gradient of :meth:`loss`, if it was taken.
           mixing: the layers in which examples depend on each other.
 
         Returns:
           The cotangents and the scale.
         """
-        if self.fisher == "empirical" and loss_cotangent is not None and self.weights is None:
-            # With equal shares, 1 / n times the Fisher is made of the loss's own cotangent: XLA
-            # then does one backward pass for the gradient and the statistics.
-            return loss_cotangent[None], math.prod(self._samples(outputs))
+        if self.fisher == "empirical" and self.weights is None:
+            # With equal shares, 1 / n times the Fisher is made of the loss's own cotangent: where
+            # statistics are collected on every step, XLA does one backward pass for both.
+            self._needed_targets("fisher='empirical'")
+            return jax.grad(self.loss)(outputs)[None], math.prod(self._samples(outputs))
         root = jnp.sqrt(self._shares(self._samples(outputs)))
         if self.fisher == "exact":
             if mixing:

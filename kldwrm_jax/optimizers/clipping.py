@@ -15,15 +15,10 @@ from kldwrm_jax.paths import Leaves
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
-    """A member's limits.
+    """A member's limits; None is no limit."""
 
-    Args:
-      kl: limit of the whole step's quadratic divergence, or None.
-      block: limit of every parameter's root mean square, relative to the learning rate, or None.
-    """
-
-    kl: Any
-    block: Any
+    kl: Any  # of the whole step's quadratic divergence
+    block: Any  # of every parameter's root mean square, relative to the learning rate
 
     def __post_init__(self) -> None:
         for name, limit in (("kl_clip", self.kl), ("block_clip", self.block)):
@@ -34,22 +29,25 @@ class Clip:
         self, v: Leaves, size: jax.Array, lr: Scalar, blocks: Sequence[LayerBlock]
     ) -> tuple[Leaves, jax.Array, jax.Array]:
         """``-v``, clipped, and both factors; each is computed from the unclipped direction."""
-        kl, block = jnp.ones((), float), jnp.ones((), float)
+        kl, smallest = jnp.ones((), float), jnp.ones((), float)
         if self.kl is not None:
             kl = kl_clip_factor(jnp.asarray(self.kl, float), size)
         s = {path: -kl * x for path, x in v.items()}
         if self.block is not None:
-            factors = block_clip_factors(jnp.asarray(self.block, float), lr, v, blocks)
+            factors = self._block_factors(v, lr, blocks)
             s = {path: factors[path] * x for path, x in s.items()}
-            block = jnp.min(jnp.stack([jnp.min(x) for x in factors.values()]))
-        return s, kl, block
+            smallest = jnp.min(jnp.stack([jnp.min(x) for x in factors.values()]))
+        return s, kl, smallest
 
     def blocks(self, v: Leaves, lr: Scalar, blocks: Sequence[LayerBlock]) -> Leaves:
         """``v`` with every parameter's part clipped by itself."""
         if self.block is None:
             return v
-        factors = block_clip_factors(jnp.asarray(self.block, float), lr, v, blocks)
+        factors = self._block_factors(v, lr, blocks)
         return {path: factors[path] * x for path, x in v.items()}
+
+    def _block_factors(self, v: Leaves, lr: Scalar, blocks: Sequence[LayerBlock]) -> Leaves:
+        return block_clip_factors(jnp.asarray(self.block, float), lr, v, blocks)
 
 
 def kl_clip_factor(limit: Scalar, size: jax.Array) -> jax.Array:

@@ -127,8 +127,7 @@ class InnerProblem:
             return _outputs(inputs.oracle, {path: x[place] for path, x in buffer.items()})
 
         # The outputs of older networks stay the same while the inner solver runs.
-        done = inputs.oracle.done
-        newest = _outputs(inputs.oracle, here) if done is None else done.outputs
+        newest = _outputs(inputs.oracle, here)
         older = jax.lax.map(outputs_at, places[1:])
         proximal = None
         if self.inner == "preconditioned":

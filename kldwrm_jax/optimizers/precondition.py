@@ -29,10 +29,7 @@ def precondition(
     Args:
       layers: ``net.layers`` of ``net = kldwrm_jax.instrument(model, likelihood, x)``.
       rho: decay of the factors' average, once per refresh.
-      damping: see :func:`kfac`.
-      damping_mode: see :func:`kfac`.
-      refresh_every: steps between two refreshes of factors and inverses.
-      inverse: how and when inverses are made.
+      damping, damping_mode, refresh_every, inverse: see :func:`kfac`.
 
     Returns:
       An Optax transform whose ``update`` takes ``oracle=net.oracle(params, x, ...)``.
