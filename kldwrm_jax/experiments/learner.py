@@ -51,9 +51,9 @@ class Learner:
         def step(state: State, rate: Any, key: Any, x: Any, y: Any) -> tuple[State, jax.Array]:
             params, opt_state, count = state
             dropout, key = jax.random.split(jax.random.fold_in(key, count))
-            # Faster than net.value_and_grad, whose residuals only one step in thirty uses.
-            oracle = net.oracle(params, x, targets=y, key=key, rngs={"dropout": dropout}, **train)
-            loss, grads = jax.value_and_grad(oracle.loss)(params)
+            loss, grads, oracle = net.value_and_grad(
+                params, x, targets=y, key=key, rngs={"dropout": dropout}, **train
+            )
             updates, opt_state = transform(rate).update(grads, opt_state, params, oracle=oracle)
             return State(optax.apply_updates(params, updates), opt_state, count + 1), loss
 

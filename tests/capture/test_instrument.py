@@ -175,7 +175,7 @@ def test_gradients_through_an_instrumented_call_are_the_models_own():
         return (Net().apply({"params": p}, x) ** 2).sum()
 
     def instrumented(p):
-        out, _, _ = net.model.observed_outputs(p, call, net.model.probes())
+        out, _ = net.model.observed_outputs(p, call, net.model.probes())
         return (out**2).sum()
 
     expected = jax.jit(jax.value_and_grad(plain))(params)

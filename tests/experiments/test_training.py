@@ -30,7 +30,7 @@ def blobs():
 SPEC = Spec(
     "blobs",
     "mlp",
-    recipes.setting("q", {"learning_rate": 0.1, "refresh_every": 3}),
+    recipes.setting("q", {"learning_rate": 0.02, "refresh_every": 3}),
     epochs=4,
     batch_size=16,
     fisher="sampled",

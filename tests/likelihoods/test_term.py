@@ -22,7 +22,7 @@ def term(fisher="exact", targets=Y, key=None, weights=None):
 
 @pytest.mark.parametrize("weights", [None, W], ids=["", "weighted"])
 def test_exact_directions_are_a_root_of_the_mean_fisher(weights):
-    directions, scale = term(weights=weights).directions(H, None, ())
+    directions, scale = term(weights=weights).directions(H, ())
     shares = np.full(4, 0.25) if weights is None else weights / weights.sum()
     expected = categorical_fisher(H) * shares[:, None, None]
     np.testing.assert_allclose(
@@ -31,22 +31,20 @@ def test_exact_directions_are_a_root_of_the_mean_fisher(weights):
 
 
 def test_empirical_directions_are_those_of_the_losses_cotangent_up_to_the_scale():
-    empirical = term("empirical")
-    plain, one = empirical.directions(H, None, ())
-    cotangent = jax.grad(empirical.loss)(H)
-    given, scale = empirical.directions(H, cotangent, ())
-    assert (one, scale) == (1.0, 4)
-    np.testing.assert_array_equal(given[0], cotangent)
-    np.testing.assert_allclose(scale * given**2, plain**2, rtol=1e-12)
-    weighted = term("empirical", weights=W)
-    assert weighted.directions(H, cotangent, ())[1] == 1.0
+    directions, scale = term("empirical").directions(H, ())
+    assert scale == 4
+    np.testing.assert_array_equal(directions[0], jax.grad(term("empirical").loss)(H))
+    equal = term("empirical", weights=jnp.ones(4))
+    weighted, one = equal.directions(H, ())
+    assert one == 1.0
+    np.testing.assert_allclose(scale * directions**2, weighted**2, rtol=1e-12)
 
 
 def test_sampled_directions_have_the_fisher_as_their_expectation():
     keys = jax.random.split(jax.random.key(0), 20_000)
 
     def draw(key):
-        ((direction,), _) = term("sampled", key=key).directions(H, None, ())
+        ((direction,), _) = term("sampled", key=key).directions(H, ())
         return jnp.einsum("ne,nf->nef", direction, direction)
 
     mean = jax.vmap(draw)(keys).mean(axis=0)
@@ -55,8 +53,8 @@ def test_sampled_directions_have_the_fisher_as_their_expectation():
 
 def test_exact_is_refused_where_examples_mix():
     with pytest.raises(ValueError, match="'norm', which normalises over the batch"):
-        term().directions(H, None, ["norm"])
-    term("empirical").directions(H, None, ["norm"])
+        term().directions(H, ["norm"])
+    term("empirical").directions(H, ["norm"])
 
 
 def test_positions_are_the_samples_of_an_example_for_exact_alone():
@@ -85,8 +83,8 @@ def test_what_is_missing_or_does_not_fit_is_an_error():
     with pytest.raises(ValueError, match="loss needs targets"):
         term(targets=None).loss(H)
     with pytest.raises(ValueError, match="needs a key"):
-        term("sampled").directions(H, None, ())
+        term("sampled").directions(H, ())
     with pytest.raises(ValueError, match="the batch is empty"):
-        term().directions(H[:0], None, ())
+        term().directions(H[:0], ())
     with pytest.raises(ValueError, match=r"weights must have the shape.*\(4,\), got \(3,\)"):
         term(weights=jnp.ones(3)).loss(H)
