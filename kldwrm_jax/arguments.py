@@ -58,8 +58,9 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
         )
 
 
-def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
-    """One of a few names."""
+def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
+    """One of a few names, which is returned."""
     if not isinstance(value, str) or value not in choices:
         names = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name} must be one of {names}, got {value!r}")
+    return value

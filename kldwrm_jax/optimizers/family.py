@@ -174,7 +174,7 @@ def so_kldwrm(
         clip=Clip(kl_clip, None),
         weight_decay=weight_decay,
         calibrate=calibrate,
-        wake=wake,
+        wake=check_choice("wake", wake, ("proposed", "taken")),
         nu=nu,
     ).transform()
 
@@ -252,7 +252,7 @@ def q_kldwrm(
         clip=Clip(kl_clip, block_clip),
         weight_decay=weight_decay,
         calibrate=calibrate,
-        wake=wake,
+        wake=check_choice("wake", wake, ("proposed", "taken")),
     ).transform()
 
 
@@ -353,7 +353,7 @@ def qe_kldwrm(
         clip=clip,
         weight_decay=weight_decay,
         calibrate=calibrate,
-        wake=wake,
+        wake=check_choice("wake", wake, ("proposed", "taken")),
         inner_problem=InnerProblem(
             capacity,
             inner,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from kldwrm_jax import wake
-from kldwrm_jax.arguments import check_choice, check_decay, check_non_negative
+from kldwrm_jax.arguments import check_decay, check_non_negative
 from kldwrm_jax.capture import Oracle
 from kldwrm_jax.curvature import AveragedFisher, Averages, CachedInverse, Refreshed, StepScalars
 from kldwrm_jax.optimizers import calibration
@@ -73,8 +73,6 @@ class Member:
     inner_problem: InnerProblem | None = None
 
     def __post_init__(self) -> None:
-        if self.wake is not None:
-            check_choice("wake", self.wake, ("proposed", "taken"))
         check_non_negative("learning_rate", self.learning_rate)
         check_non_negative("damping", self.damping)
         check_decay("nu", self.nu)
