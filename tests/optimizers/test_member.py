@@ -1,5 +1,6 @@
-"""What a member is given: arguments, parameters and states that cannot be right are refused."""
+"""What a member is given: schedules, and what cannot be right and is refused."""
 
+import dense_family
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +8,7 @@ import optax
 import precision
 import pytest
 import small_nets
+from optimizers.trajectories import VARYING, assert_close, schedule
 
 import kldwrm_jax as kw
 
@@ -83,3 +85,43 @@ def test_parameters_are_asked_for_where_they_are_needed(make, small):
     oracle = small.oracle(small.params, 0)
     with pytest.raises(ValueError, match="update needs the parameters"):
         tx.update(small.params, tx.init(small.params), oracle=oracle)
+
+
+# --- Schedules ------------------------------------------------------------------------------------
+
+REWEIGHTED = {"solver": "reweighted", "damping_mode": "product"}
+DAMPED = {
+    "kfac": (kw.kfac, {"weight_decay": 0.1}),
+    "so": (kw.so_kldwrm, {"nu": 0.2}),
+    "so, taken": (kw.so_kldwrm, {"wake": "taken"}),
+    "q": (kw.q_kldwrm, REWEIGHTED),
+    "qe": (kw.qe_kldwrm, REWEIGHTED | {"capacity": 2, "inner_steps": 2, "kl_scale": 0.5}),
+    "qe, preconditioned": (
+        kw.qe_kldwrm,
+        REWEIGHTED | {"capacity": 2, "inner_steps": 2, "inner": "preconditioned"},
+    ),
+    "kfac, calibrated": (kw.kfac, {"calibrate": True}),
+}
+
+
+@pytest.mark.parametrize("case", DAMPED)
+def test_every_step_of_a_schedule_of_damping_is_that_with_its_own_constant(case, small):
+    make, arguments = DAMPED[case]
+    gammas = [0.01, 0.3, 0.002, 0.1, 1.0]
+    arguments = {"refresh_every": 3, "kl_clip": None} | arguments
+
+    @small_nets.jit
+    def with_constant(params, state, k, gamma):
+        tx = make(small.layers, schedule(VARYING), damping=gamma, **arguments)
+        return small.step(tx)(params, state, k)
+
+    tx = make(small.layers, schedule(VARYING), damping=schedule(gammas), **arguments)
+    step, blocks = small_nets.jit(small.step(tx)), dense_family.Blocks(small.params)
+    params, state = small.params, tx.init(small.params)
+    for k, gamma in enumerate(gammas):
+        wanted = with_constant(params, state, k, gamma)
+        other, _ = with_constant(params, state, k, 2 * gamma)
+        before, (params, state) = blocks.vector(params), step(params, state, k)
+        jax.tree.map(assert_close, (params, state), wanted)
+        moved, elsewhere = blocks.vector(params) - before, blocks.vector(other) - before
+        assert np.abs(moved - elsewhere).max() > 1e-3 * np.abs(moved).max() > 0
