@@ -48,6 +48,7 @@ def in_float64():
         ({"method": "randomized", "rank": 0}, "rank must be a whole number >= 1.*got 0"),
         ({"method": "randomized", "rank": 2.5}, "rank must be a whole number >= 1.*got 2.5"),
         ({"rank": 8}, "rank=8 needs method='randomized', got 'full'"),
+        ({"every": 0}, "every must be a whole number >= 1.*got 0"),
         ({"every": 2.5}, "every must be a whole number >= 1.*got 2.5"),
         ({"stagger": "yes"}, "stagger must be True or False, got 'yes'"),
         ({"mesh": "data"}, "mesh must be a jax.sharding.Mesh, got 'data'"),
