@@ -149,13 +149,12 @@ def _solve_fresh(
     if cached.b is not None:
         direction = direction._replace(b=averages.factors | fresh)
     inverted = averages.inverses | dict(zip(names, inverses, strict=True))
-    inverted, direction = jax.lax.cond(
-        observed.refreshed & finite,
-        lambda: (inverted, direction),
-        lambda: (averages.inverses, cached),
+    new = averages._replace(inverses=inverted)
+    averages, direction = jax.lax.cond(
+        observed.refreshed & finite, lambda: (new, direction), lambda: (averages, cached)
     )
     refreshed = observed._replace(
-        averages=averages._replace(inverses=inverted),
+        averages=averages,
         refreshed=observed.refreshed & (finite | ~jnp.asarray(inputs.at.first)),
         rejected=observed.rejected | (observed.refreshed & ~finite),
     )
