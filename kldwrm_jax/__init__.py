@@ -6,6 +6,8 @@ from kldwrm_jax.curvature import Inverse
 from kldwrm_jax.kl_report import kl_report
 from kldwrm_jax.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from kldwrm_jax.optimizers import (
+    Fit,
+    LevenbergMarquardt,
     diagnostics,
     kfac,
     precondition,
@@ -18,8 +20,10 @@ from kldwrm_jax.train_state import TrainState
 __all__ = [
     "Bernoulli",
     "Categorical",
+    "Fit",
     "Gaussian",
     "Inverse",
+    "LevenbergMarquardt",
     "Likelihood",
     "TrainState",
     "capture",

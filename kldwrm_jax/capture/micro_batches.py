@@ -48,13 +48,10 @@ class SplitOracle(Oracle):
         stacked = jax.lax.map(lambda i: one(params, i), jnp.arange(self.parts))
         return jnp.swapaxes(stacked, 0, 1).reshape(-1, *stacked.shape[2:])
 
-    def _batch_size(self) -> int:
+    @property
+    def batch_size(self) -> int:
         """The length of the first axis of the outputs, and of everything that is split."""
-        weights, targets = self.term.weights, self.term.targets
-        known = weights if targets is None else targets
-        if known is None:
-            known = jax.eval_shape(self.model.outputs, self.params, self.call)
-        batch = jnp.shape(known)[0]
+        batch, weights = super().batch_size, self.term.weights
         if batch % self.parts:
             raise ValueError(
                 f"micro_batches must divide the batch of {batch} examples, got {self.parts}"
@@ -66,29 +63,24 @@ class SplitOracle(Oracle):
             )
         return batch
 
-    def _part(self, i: jax.Array) -> Oracle:
-        batch = self._batch_size()
+    def thinned(self, examples: int) -> Oracle:
+        """The oracle of every n-th example, of no more than one part has."""
+        return super().thinned(min(examples, self.batch_size // self.parts))
 
-        def cut(x: Any) -> Any:
-            if jnp.ndim(x) == 0 or jnp.shape(x)[0] != batch:
-                return x
-            x = jnp.asarray(x)
-            return x.reshape(batch // self.parts, self.parts, *x.shape[1:])[:, i]
+    def _part(self, i: jax.Array) -> Oracle:
+        rows = self.batch_size // self.parts
+        own = self.part(lambda x: x.reshape(rows, self.parts, *x.shape[1:])[:, i])
 
         def fold(x: Any, *, raw: bool = True) -> Any:
             return _fold_in(x, i) if _is_key(x) or (raw and _is_raw_key(x)) else x
 
         call = dataclasses.replace(
-            self.call,
-            args=jax.tree.map(cut, self.call.args),
-            kwargs=jax.tree.map(cut, self.call.kwargs),
-            variables=jax.tree.map(functools.partial(fold, raw=False), self.call.variables),
-            rngs=jax.tree.map(fold, self.call.rngs),
+            own.call,
+            variables=jax.tree.map(functools.partial(fold, raw=False), own.call.variables),
+            rngs=jax.tree.map(fold, own.call.rngs),
         )
-        targets, weights = jax.tree.map(cut, (self.term.targets, self.term.weights))
-        key = jax.tree.map(fold, self.term.key)
-        term = dataclasses.replace(self.term, targets=targets, key=key, weights=weights)
-        return Oracle(self.model, term, self.params, call)
+        term = dataclasses.replace(own.term, key=jax.tree.map(fold, own.term.key))
+        return dataclasses.replace(own, term=term, call=call)
 
     def _mean(self, function: Callable[[Oracle], Any]) -> Any:
         """Over the parts, each by its share of the weights."""

@@ -1,10 +1,12 @@
 """The oracle: a batch's curvature, outputs and divergences, computed when asked for."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.captured_layer import NO_BASES, Bases
@@ -97,26 +99,81 @@ class Oracle:
     def quadratic(self, step: Any) -> jax.Array:
         r""":math:`\frac12 s'F s`: the divergence of a step to second order.
 
-        ``F`` is the exact Fisher of the whole network on this batch at the oracle's parameters: one
-        JVP, and the second derivative of the divergence along it.
+        ``F`` is the exact Fisher of the whole network on this batch at the oracle's parameters.
 
         Args:
           step: of the parameters' structure; masked parameters do not move.
         """
-        own = leaves_by_path(step)
-        tangent = {
-            path: own[path].astype(p.dtype) if path in own else jnp.zeros_like(p)
-            for path, p in leaves_by_path(self.params).items()
-        }
-        outputs, change = jax.jvp(
-            self.outputs, (self.params,), (replace_leaves(self.params, tangent),)
+        return 0.5 * self.gram([step])[0][0, 0]
+
+    def gram(self, directions: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+        r""":math:`V'FV` for the exact Fisher of the whole network on this batch.
+
+        One JVP per direction, and the second derivative of the divergence along them.
+
+        Args:
+          directions: the columns of ``V``, each of the parameters' structure; masked parameters do
+            not move.
+
+        Returns:
+          The matrix, and the number of samples that it is a mean over.
+        """
+        leaves = leaves_by_path(self.params)
+        columns = [leaves_by_path(direction) for direction in directions]
+
+        def stack(path: str, p: jax.Array) -> jax.Array:
+            return jnp.stack(
+                [v[path].astype(p.dtype) if path in v else jnp.zeros_like(p) for v in columns]
+            )
+
+        tangents = {path: stack(path, p) for path, p in leaves.items()}
+        outputs, jvp = jax.linearize(
+            lambda leaves: self.outputs(replace_leaves(self.params, leaves)), leaves
         )
-        one = jnp.ones((), outputs.dtype)
+        outputs, changes = optax.tree.cast((outputs, jax.vmap(jvp)(tangents)), float)
+        slope = jax.grad(lambda h: self.divergence(outputs, h))
+        _, output_fisher = jax.linearize(slope, outputs)
+        curved = jax.vmap(output_fisher)(changes)
+        k = len(columns)
+        highest = jax.lax.Precision.HIGHEST
+        gram = jnp.matmul(changes.reshape(k, -1), curved.reshape(k, -1).T, precision=highest)
+        return gram, self.term.samples(outputs)
 
-        def divergence_at(t: jax.Array) -> jax.Array:
-            return self.divergence(outputs, outputs + t * change)
+    @property
+    def batch_size(self) -> int:
+        """The length of the first axis of the outputs."""
+        known = self.term.weights if self.term.targets is None else self.term.targets
+        if known is None:
+            known = jax.eval_shape(self.model.outputs, self.params, self.call)
+        return jnp.shape(known)[0]
 
-        def slope(t: jax.Array) -> jax.Array:
-            return jax.jvp(divergence_at, (t,), (one,))[1]
+    def part(self, take: Callable[[jax.Array], jax.Array]) -> "Oracle":
+        """The oracle of some examples.
 
-        return 0.5 * jax.jvp(slope, (jnp.zeros_like(one),), (one,))[1]
+        Args:
+          take: takes them from an array whose first axis is the batch's; applied to all arguments
+            of the model, targets and weights that have as many entries as the batch.
+        """
+        batch = self.batch_size
+
+        def cut(x: Any) -> Any:
+            return take(jnp.asarray(x)) if jnp.ndim(x) and jnp.shape(x)[0] == batch else x
+
+        call = dataclasses.replace(
+            self.call,
+            args=jax.tree.map(cut, self.call.args),
+            kwargs=jax.tree.map(cut, self.call.kwargs),
+        )
+        targets, weights = jax.tree.map(cut, (self.term.targets, self.term.weights))
+        term = dataclasses.replace(self.term, targets=targets, weights=weights)
+        return Oracle(self.model, term, self.params, call)
+
+    def thinned(self, examples: int) -> "Oracle":
+        """The oracle of every n-th example, so that ``examples`` are left.
+
+        The examples of a batch that is sharded over devices come from all of them.
+        """
+        every = self.batch_size // examples
+        if every <= 1:
+            return self
+        return self.part(lambda x: x[: every * examples : every])

@@ -20,7 +20,7 @@ from kldwrm_jax.curvature.solvers import (
     Solver,
     StepScalars,
 )
-from kldwrm_jax.finite import all_finite
+from kldwrm_jax.finite import all_finite, total
 from kldwrm_jax.paths import Leaves
 from kldwrm_jax.replicas import shared_any, shared_count
 
@@ -41,12 +41,14 @@ class Refreshed(NamedTuple):
     refreshed: jax.Array  # bool []: the statistics were averaged in
     rejected: jax.Array  # bool []: they, or their inverses, were not finite
     outlier: jax.Array  # bool []: some block's statistics were rejected as outliers
+    damping: jax.Array  # float []: gamma of the step, found at the first refresh if not given
 
 
-def unchanged(averages: Averages, blocks: Iterable[LayerBlock]) -> Refreshed:
+def unchanged(averages: Averages, blocks: Iterable[LayerBlock], damping: Scalar) -> Refreshed:
     """The averages as they are, on a step without a refresh."""
     no = jnp.zeros((), bool)
-    return Refreshed(averages, {block.name: no for block in blocks}, no, no, no)
+    restart = {block.name: no for block in blocks}
+    return Refreshed(averages, restart, no, no, no, jnp.asarray(damping, float))
 
 
 class CachedInverse(NamedTuple):
@@ -83,6 +85,8 @@ class AveragedFisher:
       rho: decay of the average, once per refresh.
       refresh_every: steps between two refreshes of the statistics.
       inverse: how and when the average is inverted.
+      first_damping: the damping at the first refresh, in units of the mean eigenvalue of its
+        statistics; None where the damping is given.
     """
 
     layers: Layers
@@ -90,6 +94,7 @@ class AveragedFisher:
     rho: Any
     refresh_every: Any
     inverse: Inverse
+    first_damping: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, Layers):
@@ -198,12 +203,23 @@ class AveragedFisher:
             refreshed=good,
             rejected=usable & ~good,
             outlier=jnp.stack([own.rejected for own in verdicts.values()]).any(),
+            damping=self._damping(blocks, new, at),
         )
         screened = {
             name: optax.tree.where(own.rejected, averages.factors[name], fresh[name])
             for name, own in verdicts.items()
         }
         return refreshed, screened
+
+    def _damping(
+        self, blocks: list[LayerBlock], new: dict[str, Traces], at: StepScalars
+    ) -> jax.Array:
+        r""":math:`\gamma`, or at first its multiple of :math:`\mathrm{tr}(F_0)` per parameter."""
+        if self.first_damping is None:
+            return jnp.asarray(at.damping, float)
+        traces = total([block.size * jnp.prod(jnp.stack(new[block.name])) for block in blocks])
+        mean = traces / sum(block.size for block in blocks)
+        return jnp.where(at.first, self.first_damping * mean, at.damping)
 
     def _judge(
         self,
@@ -261,7 +277,9 @@ class AveragedFisher:
             upper = jnp.where(first, len(slot.steps), jnp.where(due, lower + 1, lower))
             factors = [refreshed.averages.factors[name] for name in names]
             old = [inverses[name] for name in names]
-            new, finite = self._invert_slot(slot, factors, old, (lower, upper), usable, at)
+            new, finite = self._invert_slot(
+                slot, factors, old, (lower, upper), usable, refreshed.damping
+            )
             inverses |= zip(names, new, strict=True)
             failed |= usable & ~finite
         return refreshed._replace(
@@ -277,13 +295,13 @@ class AveragedFisher:
         old: list[Any],
         steps: tuple[jax.Array, jax.Array],
         usable: jax.Array,
-        at: StepScalars,
+        damping: jax.Array,
     ) -> tuple[list[Any], jax.Array]:
         """The inversions of a slot's ``steps``, and whether they are finite."""
         kinds, (lower, upper), yes = [b.block for b in slot.blocks], steps, jnp.ones((), bool)
 
         def invert(factors: list[Factors], old: list[Any]) -> tuple[list[Any], jax.Array]:
-            new = self.inverse.make(self.solver.damping_mode, kinds, factors, at.damping, old)
+            new = self.inverse.make(self.solver.damping_mode, kinds, factors, damping, old)
             finite = all_finite(new)
             return jax.lax.cond(usable & finite, lambda: new, lambda: old), finite
 

@@ -31,6 +31,10 @@ class LikelihoodTerm:
         kl = self.likelihood.symmetric_kl(outputs1, outputs2)
         return jnp.sum(kl * self._shares(kl.shape))
 
+    def samples(self, outputs: jax.Array) -> jax.Array:
+        r"""How many samples the batch is worth: :math:`(\sum_n w_n)^2 / \sum_n w_n^2`."""
+        return 1 / jnp.sum(self._shares(self._samples(outputs)) ** 2)
+
     def positions(self, outputs: jax.Array) -> int:
         """The samples of one example, if their directions must be taken one by one."""
         return math.prod(self._samples(outputs)[1:]) if self.fisher == "exact" else 1

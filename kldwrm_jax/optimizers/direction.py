@@ -38,6 +38,10 @@ class StepInputs(NamedTuple):
     gradients: Gradients
     at: StepScalars
 
+    def with_damping(self, damping: jax.Array) -> "StepInputs":
+        """The same, once the damping is known."""
+        return self._replace(at=self.at._replace(damping=damping))
+
 
 class Direction(NamedTuple):
     """What the curvature makes of ``h``, and of ``rhs``, which is ``h`` with weight decay."""
@@ -80,6 +84,7 @@ def solve(
 
 def solve_cached(fisher: AveragedFisher, inputs: StepInputs, refreshed: Refreshed) -> Direction:
     r"""The direction by the stored inverses, with :math:`B_k = \bar F_k`."""
+    inputs = inputs.with_damping(refreshed.damping)
     inverses = refreshed.averages.inverses
     inverse = CachedInverse(inputs.blocks, fisher.solver, inverses, inputs.at)
     return solve(inverse.operators, inputs, refreshed.restart)
@@ -98,7 +103,7 @@ def advance(
     fisher: AveragedFisher, before: Averages, inputs: StepInputs, *, wants_b: bool = False
 ) -> tuple[Refreshed, Direction]:
     """The averages, refreshed if that is due, and the direction they give, with ``b`` if wanted."""
-    as_before = unchanged(before, inputs.blocks)
+    as_before = unchanged(before, inputs.blocks, inputs.at.damping)
     solver = fisher.fresh_solver
     if solver is None:
         refreshed = fisher.if_refresh(
@@ -138,6 +143,7 @@ def _solve_fresh(
     The old inverses and the direction that they give stay if the new ones are not finite.
     """
     names, averages = [block.name for block in inputs.blocks], observed.averages
+    inputs = inputs.with_damping(observed.damping)
     inverses, operators = solver.refresh(
         [block.block for block in inputs.blocks],
         [averages.factors[name] for name in names],

@@ -25,20 +25,24 @@ from kldwrm_jax.curvature.solver_choice import damping_mode_of, quadratic_solver
 from kldwrm_jax.optimizers.clipping import Clip
 from kldwrm_jax.optimizers.inner_problem import InnerProblem
 from kldwrm_jax.optimizers.member import Member
+from kldwrm_jax.optimizers.self_setting import Fit
+from kldwrm_jax.optimizers.step_rule import Damping, step_rule
 
-_AT_EVERY_REFRESH = Inverse()
+_AT_EVERY_REFRESH, _FIT = Inverse(), Fit()
 
 
 def kfac(
     layers: Layers,
-    learning_rate: optax.ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule | None = None,
     *,
+    momentum: float | None = None,
+    damping: Damping = None,
+    fit: Fit = _FIT,
     rho: float = 0.95,
-    damping: optax.ScalarOrSchedule = 1e-2,
     damping_mode: str | None = None,
     refresh_every: int = 30,
     inverse: Inverse = _AT_EVERY_REFRESH,
-    kl_clip: float | None = 0.1,
+    kl_clip: float | str | None = "auto",
     weight_decay: float = 0.0,
     calibrate: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -93,12 +97,15 @@ def kfac(
       <https://arxiv.org/abs/1503.05671>`_, 2015; Puiu, `Rethinking Exponential Averaging of the
       Fisher <https://arxiv.org/abs/2204.04718>`_, 2022.
     """
-    solver = LinearSolver(damping_mode_of(damping_mode, inverse))
+    rule = step_rule(learning_rate, momentum, damping, damping_mode, fit, kl_clip, mu=1)
+    solver = LinearSolver(damping_mode_of(rule.damping_mode, inverse))
     return Member(
-        fisher=AveragedFisher(layers, solver, rho, refresh_every, inverse),
-        learning_rate=learning_rate,
-        damping=damping,
-        clip=Clip(kl_clip, None),
+        fisher=AveragedFisher(layers, solver, rho, refresh_every, inverse, rule.first_damping),
+        learning_rate=rule.learning_rate,
+        damping=rule.damping,
+        momentum=rule.momentum,
+        self_setting=rule.self_setting,
+        clip=Clip(rule.kl_clip, None),
         weight_decay=weight_decay,
         calibrate=calibrate,
         wake=None,
@@ -107,14 +114,16 @@ def kfac(
 
 def so_kldwrm(
     layers: Layers,
-    learning_rate: optax.ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule | None = None,
     *,
+    momentum: float | None = None,
+    damping: Damping = None,
+    fit: Fit = _FIT,
     rho: float = 0.33,
-    damping: optax.ScalarOrSchedule = 1e-2,
     damping_mode: str | None = None,
     refresh_every: int = 30,
     inverse: Inverse = _AT_EVERY_REFRESH,
-    kl_clip: float | None = 0.1,
+    kl_clip: float | str | None = "auto",
     weight_decay: float = 0.0,
     calibrate: bool = False,
     nu: float = 0.0,
@@ -166,12 +175,15 @@ def so_kldwrm(
       Puiu, `Rethinking Exponential Averaging of the Fisher <https://arxiv.org/abs/2204.04718>`_,
       2022, section 4.2.
     """
-    solver = LinearSolver(damping_mode_of(damping_mode, inverse))
+    rule = step_rule(learning_rate, momentum, damping, damping_mode, fit, kl_clip, mu=1)
+    solver = LinearSolver(damping_mode_of(rule.damping_mode, inverse))
     return Member(
-        fisher=AveragedFisher(layers, solver, rho, refresh_every, inverse),
-        learning_rate=learning_rate,
-        damping=damping,
-        clip=Clip(kl_clip, None),
+        fisher=AveragedFisher(layers, solver, rho, refresh_every, inverse, rule.first_damping),
+        learning_rate=rule.learning_rate,
+        damping=rule.damping,
+        momentum=rule.momentum,
+        self_setting=rule.self_setting,
+        clip=Clip(rule.kl_clip, None),
         weight_decay=weight_decay,
         calibrate=calibrate,
         wake=check_choice("wake", wake, ("proposed", "taken")),
@@ -181,14 +193,16 @@ def so_kldwrm(
 
 def q_kldwrm(
     layers: Layers,
-    learning_rate: optax.ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule | None = None,
     *,
+    momentum: float | None = None,
+    damping: Damping = None,
+    fit: Fit = _FIT,
     rho: float = 0.5,
-    damping: optax.ScalarOrSchedule = 1e-2,
     damping_mode: str | None = None,
     refresh_every: int = 30,
     inverse: Inverse = _AT_EVERY_REFRESH,
-    kl_clip: float | None = 0.1,
+    kl_clip: float | str | None = "auto",
     weight_decay: float = 0.0,
     calibrate: bool = False,
     solver: str = "exact",
@@ -244,12 +258,15 @@ def q_kldwrm(
       Puiu, `Rethinking Exponential Averaging of the Fisher <https://arxiv.org/abs/2204.04718>`_,
       2022, section 4.3 and supplement, sections 5 and 7.
     """
-    quadratic = quadratic_solver_of(solver, damping_mode, inverse)
+    rule = step_rule(learning_rate, momentum, damping, damping_mode, fit, kl_clip, mu=2)
+    quadratic = quadratic_solver_of(solver, rule.damping_mode, inverse)
     return Member(
-        fisher=AveragedFisher(layers, quadratic, rho, refresh_every, inverse),
-        learning_rate=learning_rate,
-        damping=damping,
-        clip=Clip(kl_clip, block_clip),
+        fisher=AveragedFisher(layers, quadratic, rho, refresh_every, inverse, rule.first_damping),
+        learning_rate=rule.learning_rate,
+        damping=rule.damping,
+        momentum=rule.momentum,
+        self_setting=rule.self_setting,
+        clip=Clip(rule.kl_clip, block_clip),
         weight_decay=weight_decay,
         calibrate=calibrate,
         wake=check_choice("wake", wake, ("proposed", "taken")),
@@ -258,14 +275,16 @@ def q_kldwrm(
 
 def qe_kldwrm(
     layers: Layers,
-    learning_rate: optax.ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule | None = None,
     *,
+    momentum: float | None = None,
+    damping: Damping = None,
+    fit: Fit = _FIT,
     rho: float = 0.5,
-    damping: optax.ScalarOrSchedule = 1e-2,
     damping_mode: str | None = None,
     refresh_every: int = 30,
     inverse: Inverse = _AT_EVERY_REFRESH,
-    kl_clip: float | None = 0.1,
+    kl_clip: float | str | None = "auto",
     weight_decay: float = 0.0,
     calibrate: bool = False,
     solver: str = "exact",
@@ -344,12 +363,15 @@ def qe_kldwrm(
     """
     check_choice("inner", inner, _INNER)
     usual_steps, usual_omega = _INNER[inner]
-    quadratic = quadratic_solver_of(solver, damping_mode, inverse)
-    clip = Clip(kl_clip, block_clip)
+    rule = step_rule(learning_rate, momentum, damping, damping_mode, fit, kl_clip, mu=2)
+    quadratic = quadratic_solver_of(solver, rule.damping_mode, inverse)
+    clip = Clip(rule.kl_clip, block_clip)
     return Member(
-        fisher=AveragedFisher(layers, quadratic, rho, refresh_every, inverse),
-        learning_rate=learning_rate,
-        damping=damping,
+        fisher=AveragedFisher(layers, quadratic, rho, refresh_every, inverse, rule.first_damping),
+        learning_rate=rule.learning_rate,
+        damping=rule.damping,
+        momentum=rule.momentum,
+        self_setting=rule.self_setting,
         clip=clip,
         weight_decay=weight_decay,
         calibrate=calibrate,
@@ -362,7 +384,7 @@ def qe_kldwrm(
             kl_scale,
             tail,
             clip,
-            calibrated=calibrate,
+            calibrated=calibrate or learning_rate is None,
         ),
     ).transform()
 

@@ -43,3 +43,10 @@ class Gradients(NamedTuple):
         if self.decay is None:
             return h
         return {path: x + lr * self.decay[path].astype(x.dtype) for path, x in h.items()}
+
+    def objective(self, c: Scalar) -> Leaves:
+        r""":math:`\nabla M_k(0) + c R_k` with weight decay: the objective's, at a rate of 1."""
+        if self.pull is None and self.decay is None:
+            return self.m
+        right = self.right_side(1 / c, self.effective(1 / c))
+        return {path: c * x for path, x in right.items()}

@@ -28,6 +28,7 @@ from kldwrm_jax.optimizers.direction import Direction, StepInputs, advance
 from kldwrm_jax.optimizers.gradients import Gradients
 from kldwrm_jax.optimizers.inner_problem import InnerProblem, Iterates, Solution
 from kldwrm_jax.optimizers.rejection import fade, fits
+from kldwrm_jax.optimizers.self_setting import LAST, OFFSET, PROPOSAL, SelfSetting
 from kldwrm_jax.optimizers.state import KLDWRMState, increment_if, new_monitor, next_count
 from kldwrm_jax.paths import Leaves, leaves_by_path, leaves_like, replace_leaves
 from kldwrm_jax.replicas import shared_count
@@ -52,29 +53,36 @@ class Member:
 
     Args:
       fisher: the averaged curvature, and the linear algebra of the member's model.
-      learning_rate: :math:`1/\lambda`, a number or a schedule.
-      damping: :math:`\gamma`, a number or a schedule.
+      learning_rate: :math:`1/\lambda`, a number or a schedule; None for steps that set themselves.
+      damping: :math:`\gamma`, a number or a schedule; None if it sets itself.
       clip: limits of the step.
       weight_decay: joins the effective gradient; preconditioned but not remembered.
       calibrate: whether the blocks are multiplied by :math:`c`; see ``calibration.py``.
       wake: ``"proposed"``, ``"taken"``, or None for a member without a wake.
       nu: momentum of the linear model.
       inner_problem: QE's, or None.
+      momentum: what the last step is multiplied by and added.
+      self_setting: how steps set themselves, or None.
     """
 
     fisher: AveragedFisher
-    learning_rate: optax.ScalarOrSchedule
-    damping: optax.ScalarOrSchedule
+    learning_rate: optax.ScalarOrSchedule | None
+    damping: optax.ScalarOrSchedule | None
     clip: Clip
     weight_decay: Any
     calibrate: bool
     wake: str | None
     nu: Any = 0.0
     inner_problem: InnerProblem | None = None
+    momentum: Any = 0.0
+    self_setting: SelfSetting | None = None
 
     def __post_init__(self) -> None:
-        check_non_negative("learning_rate", self.learning_rate)
-        check_non_negative("damping", self.damping)
+        if self.learning_rate is not None:
+            check_non_negative("learning_rate", self.learning_rate)
+        if self.damping is not None:
+            check_non_negative("damping", self.damping)
+        check_decay("momentum", self.momentum)
         check_decay("nu", self.nu)
         check_non_negative("weight_decay", self.weight_decay)
         if not isinstance(self.calibrate, bool):
@@ -102,6 +110,9 @@ class Member:
             pull=like_params() if remembers else None,
             momentum=like_params() if self._has_momentum else None,
             history=None if inner is None else inner.empty(params),
+            last_step=like_params() if self._has_last_step else None,
+            offset=None if self.self_setting is None else like_params(),
+            fit=None if self.self_setting is None else self.self_setting.init(),
             monitor=new_monitor(),
         )
 
@@ -123,8 +134,12 @@ class Member:
         gradients = self._gradients(updates, state, params)
         at = self._scalars(state)
         step = self._solve(state, StepInputs(blocks, state.count, oracle, gradients, at))
-        step = self._calibrate(state, step)
-        step = self._clip(step)
+        if self.self_setting is None:
+            step = self._calibrate(state, step)
+            step = self._clip(step)
+            step = self._add_momentum(state, step)
+        else:
+            step = self._set_itself(self.self_setting, state, step)
         step = self._solve_inner_problem(state, step, params)
         step = self._remember(state, step)
         return self._accept(updates, state, step)
@@ -134,9 +149,10 @@ class Member:
             return jnp.asarray(value(state.count) if callable(value) else value, float)
 
         return StepScalars(
-            lr=now(self.learning_rate),
+            # A step that sets itself is one of calibrated blocks, whose lambda is 1.
+            lr=now(1.0 if self.learning_rate is None else self.learning_rate),
             rho=jnp.asarray(self.fisher.rho, float),
-            damping=now(self.damping),
+            damping=state.fit.damping if self.damping is None else now(self.damping),
             first=state.monitor.refreshes == 0,
             calibration=calibration.factor(state.calibration),
         )
@@ -160,6 +176,7 @@ class Member:
         wants_b = self.inner_problem is not None
         refreshed, direction = advance(self.fisher, before, inputs, wants_b=wants_b)
         left = inputs.gradients.forget(inputs.blocks, refreshed.restart)
+        inputs = inputs.with_damping(refreshed.damping)
         return Step(
             inputs=inputs._replace(gradients=left),
             refreshed=refreshed,
@@ -167,7 +184,12 @@ class Member:
             s=jax.tree.map(jnp.negative, direction.v),
             # What is not finite in gradient, pull or direction is not finite in their product.
             finite=jnp.isfinite(direction.size),
-            metrics={"contraction": inputs.at.rho * direction.contraction},
+            metrics={
+                "contraction": inputs.at.rho * direction.contraction,
+                "learning_rate": jnp.asarray(inputs.at.lr, float),
+                "momentum": jnp.asarray(self.momentum, float),
+                "damping": refreshed.damping,
+            },
             memory={"count": next_count(state.count, self._round)},
             observed=refreshed.averages._asdict(),
         )
@@ -198,6 +220,44 @@ class Member:
         s, kl_clip, block_clip = self.clip.step(step.direction.v, size, at.lr, step.inputs.blocks)
         metrics = step.metrics | {"kl_clip": kl_clip, "block_clip": block_clip}
         return step._replace(s=s, metrics=metrics)
+
+    def _add_momentum(self, state: KLDWRMState, step: Step) -> Step:
+        r""":math:`s_k + m s_{k-1}`."""
+        if state.last_step is None:
+            return step
+        last, momentum = leaves_by_path(state.last_step), jnp.asarray(self.momentum, float)
+        return step._replace(s={path: x + momentum * last[path] for path, x in step.s.items()})
+
+    def _set_itself(self, setting: SelfSetting, state: KLDWRMState, step: Step) -> Step:
+        """A step of proposal, last step and averaged iterates, by what the batches say of them."""
+        inputs, v = step.inputs, step.direction.v
+        every, offsets = leaves_by_path(state.last_step), leaves_by_path(state.offset)
+        last, offset = ({path: tree[path] for path in v} for tree in (every, offsets))
+        new = setting.step(state.fit, state.calibration, inputs, step.direction, (offset, last))
+        c, w = calibration.factor(new.calibration), new.w
+        s = {
+            path: w[OFFSET] * offset[path] + w[LAST] * last[path] - w[PROPOSAL] * x
+            for path, x in v.items()
+        }
+        # What the wake remembers of the first step is of blocks that were not calibrated yet.
+        scale = jnp.where(state.calibration == 0, inputs.at.calibration / c, 1)
+        moved = replace_leaves(state.offset, setting.next_offset(new, v, offset))
+        return step._replace(
+            inputs=inputs._replace(at=inputs.at._replace(calibration=c)),
+            direction=step.direction.scaled(scale),
+            s=s,
+            finite=step.finite & jnp.isfinite(optax.tree.vdot(s, s)),
+            metrics=step.metrics
+            | {
+                "kl_clip": new.shortened,
+                "learning_rate": w[PROPOSAL] / inputs.at.calibration,
+                "momentum": w[LAST] + w[OFFSET],
+                "reduction_ratio": new.state.judgement.share,
+                "kl_limit": new.state.limit,
+            },
+            memory=step.memory | {"offset": moved, "fit": new.state},
+            observed=step.observed | {"calibration": new.calibration},
+        )
 
     def _solve_inner_problem(
         self, state: KLDWRMState, step: Step, params: optax.Params | None
@@ -259,11 +319,15 @@ class Member:
         finite = step.finite & fits(updates, step.s)
         taken = finite & self._ready(state, step)
         new = step.memory | {"monitor": state.monitor._replace(**step.metrics)}
+        if state.last_step is not None:
+            new["last_step"] = replace_leaves(state.last_step, step.s)
         old = {name: getattr(state, name) for name in new}
+        nothing = optax.tree.zeros_like(step.s)
+        if self.self_setting is not None:
+            nothing, old = self._take_back(state, nothing, old)
         for name, decay in (("pull", self.fisher.rho), ("momentum", self.nu)):
             if name in new:
                 old[name] = fade(old[name], decay, finite, step.inputs.gradients.g)
-        nothing = optax.tree.zeros_like(step.s)
         s, kept = optax.tree.where(taken, (step.s, new), (nothing, old))
         counters = {
             "refreshes": step.refreshed.refreshed,
@@ -278,6 +342,16 @@ class Member:
             }
         )
         return leaves_like(updates, s), state._replace(**step.observed, **kept)
+
+    def _take_back(
+        self, state: KLDWRMState, nothing: Leaves, old: dict[str, Any]
+    ) -> tuple[Leaves, dict[str, Any]]:
+        """Where a step is refused, the one before it led there: back, and shorter steps."""
+        assert self.self_setting is not None
+        last = leaves_by_path(state.last_step)
+        back = {path: -last[path] for path in nothing}
+        trees = optax.tree.zeros_like({name: old[name] for name in ("last_step", "offset")})
+        return back, old | trees | {"fit": self.self_setting.retreat(state.fit)}
 
     def _ready(self, state: KLDWRMState, step: Step) -> jax.Array:
         """Whether there is an inverse to step with."""
@@ -322,6 +396,8 @@ class Member:
             "pull": self.wake is not None,
             "momentum": self._has_momentum,
             "history": self.inner_problem is not None,
+            "last_step": self._has_last_step,
+            "fit": self.self_setting is not None,
         }
         if any((getattr(state, name) is not None) != need for name, need in needed.items()):
             raise ValueError(
@@ -335,10 +411,15 @@ class Member:
         return self.wake is not None and not _is_zero(self.nu)
 
     @property
+    def _has_last_step(self) -> bool:
+        return self.self_setting is not None or not _is_zero(self.momentum)
+
+    @property
     def _round(self) -> Any:
         """A number of steps after which everything periodic in the count repeats."""
         capacity = 1 if self.inner_problem is None else self.inner_problem.capacity
-        known = math.lcm(capacity, self.fisher.inverse.every or 1)
+        periods = () if self.self_setting is None else self.self_setting.periods
+        known = math.lcm(capacity, self.fisher.inverse.every or 1, *periods)
         if isinstance(self.fisher.refresh_every, numbers.Integral):
             return min(math.lcm(known, self.fisher.refresh_every), jnp.iinfo(jnp.int32).max)
         return known * self.fisher.refresh_every

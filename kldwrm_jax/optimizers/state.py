@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from kldwrm_jax.arguments import Scalar
+from kldwrm_jax.optimizers.self_setting import FitState
 
 
 class Monitor(NamedTuple):
@@ -23,6 +24,11 @@ class Monitor(NamedTuple):
     wake_ratio: jax.Array  # float []: norm of the wake's pull over that of the gradient
     objective_before: jax.Array  # float []: QE's inner objective at the Q step
     objective_after: jax.Array  # float []: and after the inner solver
+    learning_rate: jax.Array  # float []: what the preconditioned gradient was multiplied by
+    momentum: jax.Array  # float []: what the last step was multiplied by
+    damping: jax.Array  # float []: gamma
+    reduction_ratio: jax.Array  # float []: realised over predicted decrease, where it is measured
+    kl_limit: jax.Array  # float []: of a step that sets itself
 
 
 class KLDWRMState(NamedTuple):
@@ -41,6 +47,9 @@ class KLDWRMState(NamedTuple):
     pull: optax.Updates | None  # R_k, the wake's pull at the next step
     momentum: optax.Updates | None  # sum_i nu^(k-i) g_i, if nu is used
     history: optax.Params | None  # QE: the newest iterates, (capacity, *shape)
+    last_step: optax.Updates | None  # s_{k-1}, if there is momentum
+    offset: optax.Updates | None  # z - x of averaged iterates, where steps set themselves
+    fit: FitState | None  # what steps that set themselves know
     monitor: Monitor
 
 
@@ -58,7 +67,7 @@ def new_monitor() -> Monitor:
     """A monitor before the first step."""
     counters = (jnp.zeros((), jnp.int32) for _ in range(4))
     clips = (jnp.ones((), float) for _ in range(2))
-    scalars = (jnp.zeros((), float) for _ in range(4))
+    scalars = (jnp.zeros((), float) for _ in range(9))
     return Monitor(*counters, *clips, *scalars)
 
 
@@ -80,6 +89,10 @@ def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       * ``calibration``: the ratio of the exact to the approximate quadratic KL along the steps;
       * ``contraction``: :math:`\rho \|I - \hat M\|`, below 1 if :math:`\hat g` is to stay bounded;
       * ``wake_ratio``: the norm of the wake's pull over the learning rate times the gradient's;
+      * ``learning_rate``, ``momentum`` and ``damping`` of the last step. Where it set itself, the
+        rate is what the preconditioned gradient was multiplied by, and ``reduction_ratio`` is the
+        running mean of realised over predicted decreases of the loss (above 0.2 to 0.6 steps are
+        fitted, below iterates are averaged), ``kl_limit`` the limit of a step's divergence;
       * ``objective_before`` and ``objective_after`` of QE's inner solver: 0 before it starts and
         for other members, not finite where it diverged and the Q step was taken.
 
