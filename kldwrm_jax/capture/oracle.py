@@ -143,9 +143,13 @@ class Oracle:
     def batch_size(self) -> int:
         """The length of the first axis of the outputs."""
         known = self.term.weights if self.term.targets is None else self.term.targets
-        if known is None:
-            known = jax.eval_shape(self.model.outputs, self.params, self.call)
-        return jnp.shape(known)[0]
+        return jnp.shape(known)[0] if known is not None else self.sample_shape[0]
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """The outputs' axes that are samples; the first of them is the batch's."""
+        outputs = jax.eval_shape(self.model.outputs, self.params, self.call)
+        return self.term.sample_shape(outputs)
 
     def part(self, take: Callable[[jax.Array], jax.Array]) -> "Oracle":
         """The oracle of some examples.

@@ -33,11 +33,11 @@ class LikelihoodTerm:
 
     def samples(self, outputs: jax.Array) -> jax.Array:
         r"""How many samples the batch is worth: :math:`(\sum_n w_n)^2 / \sum_n w_n^2`."""
-        return 1 / jnp.sum(self._shares(self._samples(outputs)) ** 2)
+        return 1 / jnp.sum(self._shares(self.sample_shape(outputs)) ** 2)
 
     def positions(self, outputs: jax.Array) -> int:
         """The samples of one example, if their directions must be taken one by one."""
-        return math.prod(self._samples(outputs)[1:]) if self.fisher == "exact" else 1
+        return math.prod(self.sample_shape(outputs)[1:]) if self.fisher == "exact" else 1
 
     def directions(self, outputs: jax.Array, mixing: Sequence[str]) -> tuple[jax.Array, float]:
         """Cotangents, stacked in front, whose outer products sum to the outputs' Fisher / scale.
@@ -53,8 +53,8 @@ class LikelihoodTerm:
             # With equal shares, 1 / n times the Fisher is made of the loss's own cotangent: where
             # statistics are collected on every step, XLA does one backward pass for both.
             self._needed_targets("fisher='empirical'")
-            return jax.grad(self.loss)(outputs)[None], math.prod(self._samples(outputs))
-        root = jnp.sqrt(self._shares(self._samples(outputs)))
+            return jax.grad(self.loss)(outputs)[None], math.prod(self.sample_shape(outputs))
+        root = jnp.sqrt(self._shares(self.sample_shape(outputs)))
         if self.fisher == "exact":
             if mixing:
                 raise ValueError(
@@ -79,10 +79,11 @@ class LikelihoodTerm:
     def random_signs(self, directions: jax.Array) -> jax.Array:
         """Signs, one per sample: the square of a sum is the sum of squares in expectation."""
         key = jax.random.key(0) if self.key is None else jax.random.fold_in(self.key, 1)
-        samples = self._samples(directions)
+        samples = self.sample_shape(directions)
         return self._per_event(jax.random.rademacher(key, samples, directions.dtype))
 
-    def _samples(self, outputs: jax.Array) -> tuple[int, ...]:
+    def sample_shape(self, outputs: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:
+        """The outputs' axes before the likelihood's event axes."""
         return outputs.shape[: outputs.ndim - self.likelihood.event_ndim]
 
     def _per_event(self, per_sample: jax.Array) -> jax.Array:

@@ -58,7 +58,7 @@ class LevenbergMarquardt:
         return _FIRST if self.initial is None else None
 
     def move(
-        self, damping: jax.Array, first: jax.Array, share: jax.Array, due: jax.Array
+        self, damping: jax.Array, first: jax.Array, share: jax.Array, fitting: jax.Array
     ) -> jax.Array:
         """The damping of the next steps.
 
@@ -66,10 +66,17 @@ class LevenbergMarquardt:
           damping: of this one.
           first: of the first one.
           share: what the next batches realised of the predicted decrease.
-          due: whether ``every`` steps have passed.
+          fitting: whether steps are fitted; where iterates are averaged the share says nothing, and
+            damping that harm has raised above its first value comes back.
         """
         tiny = 100 * jnp.finfo(damping.dtype).eps
         lowest = tiny * first if self.lowest is None else jnp.asarray(self.lowest, float)
         highest = 30 * first if self.highest is None else jnp.asarray(self.highest, float)
-        factor = jnp.where(share > _LARGE, self.decay, jnp.where(share < _SMALL, 1 / self.decay, 1))
-        return jnp.where(due, jnp.clip(factor * damping, lowest, highest), damping)
+        lower = jnp.where(fitting, share > _LARGE, damping > first)
+        factor = jnp.where(lower, self.decay, 1)
+        factor = jnp.where(fitting & (share < _SMALL), 1 / self.decay, factor)
+        return jnp.clip(factor * damping, lowest, highest)
+
+    def raised(self, damping: jax.Array, first: jax.Array) -> jax.Array:
+        """The damping after a step that did harm."""
+        return self.move(damping, first, jnp.zeros_like(damping), jnp.ones((), bool))

@@ -39,7 +39,7 @@ from kldwrm_jax.optimizers.quadratic_model import QuadraticModel, measure
 from kldwrm_jax.paths import Leaves
 from kldwrm_jax.replicas import shared_any
 
-_LEAST_EXAMPLES = 128
+_LEAST_SAMPLES = 128
 _SELDOM, _BEGINNING = 4, 20  # steps between two fits where iterates are averaged; the first steps
 _LEAVE, _RETURN = 0.2, 0.6  # realised shares at which fitting ends, and begins again
 _FIRST_LIMIT = 0.01  # in units of the first fitted step's divergence
@@ -54,8 +54,8 @@ class Fit:
     """How a step that sets itself is fitted.
 
     Args:
-      examples: the part of the batch that the JVPs see: a fraction, of which at least 128 examples
-        are taken, or a count.
+      examples: the part of the batch that the JVPs see: a fraction, of which at least as many are
+        taken as have 128 samples (such as tokens), or a count.
       every: steps between two fits; between them the last coefficients serve. None is 1 where steps
         are fitted, and 4 where iterates are averaged.
 
@@ -66,7 +66,7 @@ class Fit:
       >>> tx = kw.kfac(net.layers, fit=kw.Fit(examples=1.0))  # the whole batch
     """
 
-    examples: float | int = 0.25
+    examples: float | int = 0.125
     every: int | None = None
 
     def __post_init__(self) -> None:
@@ -77,11 +77,13 @@ class Fit:
         if self.every is not None:
             check_count("every", self.every)
 
-    def examples_of(self, batch: int) -> int:
+    def examples_of(self, sample_shape: tuple[int, ...]) -> int:
         """How many examples of a batch the JVPs see."""
+        batch, *positions = sample_shape
         if isinstance(self.examples, numbers.Integral):
             return min(batch, int(self.examples))
-        return min(batch, max(_LEAST_EXAMPLES, math.ceil(self.examples * batch)))
+        least = math.ceil(_LEAST_SAMPLES / math.prod(positions))
+        return min(batch, max(least, math.ceil(self.examples * batch)))
 
     def is_due(self, count: jax.Array, fitting: jax.Array) -> jax.Array:
         """Whether this step is fitted."""
@@ -190,7 +192,7 @@ class SelfSetting:
         directions = [jax.tree.map(jnp.negative, direction.v), *others]
 
         def fitted() -> SetStep:
-            examples = self.fit.examples_of(inputs.oracle.batch_size)
+            examples = self.fit.examples_of(inputs.oracle.sample_shape)
             objective = inputs.gradients.objective(inputs.at.calibration)
             model = measure(inputs.oracle, directions, inputs.gradients.g, objective, examples)
             return self._fitted(known, inputs, direction, model, calibration_before)
@@ -306,11 +308,10 @@ class SelfSetting:
     ) -> jax.Array:
         if self.damping is None:
             return known.damping
-        due = known.fitting & (inputs.k > 0) & (inputs.k % self.damping.every == 0)
-        share = jnp.where(verdict.harmed, -1, judgement.share)
-        return self.damping.move(
-            known.damping, known.first_damping, share, due | verdict.harmed
-        )
+        rule, now, first = self.damping, known.damping, known.first_damping
+        moved = rule.move(now, first, judgement.share, known.fitting)
+        due = (inputs.k > 0) & (inputs.k % rule.every == 0)
+        return jnp.where(verdict.harmed, rule.raised(now, first), jnp.where(due, moved, now))
 
     def next_offset(self, set_step: SetStep, v: Leaves, offset: Leaves) -> Leaves:
         """The fast iterate's offset from the mean after the step; none where steps are fitted."""
