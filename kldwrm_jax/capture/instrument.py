@@ -10,6 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 from kldwrm_jax.arguments import check_choice, check_count
+from kldwrm_jax.batch_axis import BatchAxis
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.function import FunctionAdapter
 from kldwrm_jax.capture.layer_call import Options
@@ -36,6 +37,7 @@ class Instrumented:
     likelihood: Likelihood
     fisher: str
     model: Model
+    axis: BatchAxis = BatchAxis()
 
     def oracle(
         self,
@@ -78,7 +80,7 @@ class Instrumented:
         check_count("micro_batches", micro_batches)
         if weights is not None:
             weights = jnp.asarray(weights, float)
-        term = LikelihoodTerm(self.likelihood, self.fisher, targets, key, weights)
+        term = LikelihoodTerm(self.likelihood, self.fisher, targets, key, weights, self.axis)
         params, call = self.model.adapter.bind(params, Call(args, kwargs, variables or {}, rngs))
         if micro_batches == 1:
             return Oracle(self.model, term, params, call)
@@ -130,6 +132,7 @@ def instrument(
     uncovered: str = "diagonal",
     max_factor: int = 4096,
     output: Callable[[Any], jax.Array] | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
     variables: Mapping[str, Any] | None = None,
     rngs: Mapping[str, jax.Array] | jax.Array | None = None,
     **kwargs: Any,
@@ -159,6 +162,12 @@ def instrument(
       uncovered: ``"diagonal"`` or ``"error"``, for parameters that no rule covers.
       max_factor: larger sides of a block are kept as their diagonal.
       output: picks what the likelihood sees from what the model returns.
+      axis_name: the axis, or axes, of ``jax.pmap`` or ``jax.shard_map`` over which batches are
+        split. Whatever is measured on a batch is then that of the whole batch, the same on every
+        replica: loss and gradient of ``net.value_and_grad`` and ``oracle.loss``, statistics,
+        divergences, calibration, and ``oracle.variables``. ``weights`` count by their sum over all
+        replicas, and each draws labels of its own from the same ``key``. ``()`` says that replicas
+        are independent, such as seeds.
       variables: the model's variables, or their shapes, if ``model.init`` cannot be called with
         these arguments.
       rngs: keys by name, if a Linen model needs others than ``params`` and ``dropout``, or an NNX
@@ -206,14 +215,30 @@ def instrument(
             f"got {likelihood!r}"
         )
     adapter = _adapter(model, Options(bias, sharing, max_factor))
-    found = survey(adapter, output, Call(args, kwargs, variables or {}, rngs))
+    axis, call = BatchAxis.named(axis_name), Call(args, kwargs, variables or {}, rngs)
+    found = _surveyed(adapter, output, call, axis)
     if uncovered == "error" and found.uncovered:
         notes = "; ".join(f"{path} ({found.layers[path].note})" for path in found.uncovered)
         raise ValueError(
             f"uncovered='error' and no rule covers {notes}. Pass uncovered='diagonal' to give them "
             f"diagonal blocks, or train them with another optimizer through optax.partition"
         )
-    return Instrumented(found.layers, likelihood, fisher, found)
+    return Instrumented(found.layers, likelihood, fisher, found, axis)
+
+
+def _surveyed(
+    adapter: Adapter, output: Callable[[Any], Any] | None, call: Call, axis: BatchAxis
+) -> Model:
+    try:
+        return axis.bound(lambda: survey(adapter, output, call))
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise ValueError(
+            f"the model uses a named axis, as BatchNorm(axis_name='batch') does, that instrument "
+            f"does not know: pass instrument(..., axis_name='batch'), got axis_name="
+            f"{axis.names!r} ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def _adapter(model: Any, options: Options) -> Adapter:

@@ -1,12 +1,18 @@
-"""A likelihood on a batch: the loss, the divergence, and the cotangents that make the Fisher."""
+"""A likelihood on a batch: the loss, the divergence, and the cotangents that make the Fisher.
+
+Where the batch is split over an axis of ``pmap`` or ``shard_map``, means are those of the whole
+batch, and cotangents those of the part that is here, scaled for sums over all parts.
+"""
 
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from kldwrm_jax.batch_axis import BatchAxis
 from kldwrm_jax.likelihoods.families import Likelihood
 
 
@@ -20,16 +26,21 @@ class LikelihoodTerm:
     targets: jax.Array | None  # the data's labels
     key: jax.Array | None  # for labels drawn from the model
     weights: jax.Array | None  # of the samples
+    # The axes over which the batch is split.
+    axis: BatchAxis = dataclasses.field(default=BatchAxis(), metadata={"static": True})
 
     def loss(self, outputs: jax.Array) -> jax.Array:
         """Mean negative log-likelihood of the targets."""
-        nll = self.likelihood.nll(outputs, self._needed_targets("loss"))
-        return jnp.sum(nll * self._shares(nll.shape))
+        return self.axis.sum(self.loss_here(outputs))
+
+    def loss_here(self, outputs: jax.Array) -> jax.Array:
+        """This replica's part of the loss, which is their sum."""
+        return self._total(outputs, self._nll(outputs, self._needed_targets("loss", outputs)))
 
     def divergence(self, outputs1: jax.Array, outputs2: jax.Array) -> jax.Array:
         """Mean symmetric KL divergence."""
         kl = self.likelihood.symmetric_kl(outputs1, outputs2)
-        return jnp.sum(kl * self._shares(kl.shape))
+        return self.axis.sum(self._total(outputs1, kl))
 
     def positions(self, outputs: jax.Array) -> int:
         """The samples of one example, if their directions must be taken one by one."""
@@ -48,8 +59,9 @@ class LikelihoodTerm:
         if self.fisher == "empirical" and self.weights is None:
             # With equal shares, 1 / n times the Fisher is made of the loss's own cotangent: where
             # statistics are collected on every step, XLA does one backward pass for both.
-            self._needed_targets("fisher='empirical'")
-            return jax.grad(self.loss)(outputs)[None], math.prod(self._samples(outputs))
+            self._needed_targets("fisher='empirical'", outputs)
+            scale = math.prod(self._samples(outputs)) * self.axis.size
+            return jax.grad(self.loss_here)(outputs)[None], scale
         root = jnp.sqrt(self._shares(self._samples(outputs)))
         if self.fisher == "exact":
             if mixing:
@@ -60,44 +72,87 @@ class LikelihoodTerm:
                 )
             return self.likelihood.fisher_root(outputs) * self._per_event(root), 1.0
         if self.fisher == "empirical":
-            targets = self._needed_targets("fisher='empirical'")
+            targets = self._needed_targets("fisher='empirical'", outputs)
         elif self.key is None:
             raise ValueError(
                 "fisher='sampled' draws labels from the model and needs a key: "
                 "net.oracle(params, ..., key=key)"
             )
         else:
-            targets = self.likelihood.sample(self.key, outputs)
+            targets = self.likelihood.sample(self.axis.fold_in(self.key), outputs)
         targets = jax.lax.stop_gradient(targets)
-        gradient = jax.grad(lambda h: jnp.sum(self.likelihood.nll(h, targets) * root))(outputs)
+        gradient = jax.grad(lambda h: jnp.sum(self._nll(h, targets) * root))(outputs)
         return gradient[None], 1.0
 
     def random_signs(self, directions: jax.Array) -> jax.Array:
         """Signs, one per sample: the square of a sum is the sum of squares in expectation."""
         key = jax.random.key(0) if self.key is None else jax.random.fold_in(self.key, 1)
         samples = self._samples(directions)
-        return self._per_event(jax.random.rademacher(key, samples, directions.dtype))
+        signs = jax.random.rademacher(self.axis.fold_in(key), samples, directions.dtype)
+        return self._per_event(signs)
+
+    def _nll(self, outputs: jax.Array, targets: Any) -> jax.Array:
+        nll, samples = self.likelihood.nll(outputs, targets), self._samples(outputs)
+        if nll.shape != samples:
+            raise ValueError(
+                f"nll of {self.likelihood!r} must have the shape of its outputs, {outputs.shape}, "
+                f"without event_ndim={self.likelihood.event_ndim} axes, got {nll.shape} with "
+                f"targets of shape {jnp.shape(targets)}"
+            )
+        return nll
+
+    def _total(self, outputs: jax.Array, values: jax.Array) -> jax.Array:
+        return jnp.sum(values * self._shares(self._samples(outputs)))
 
     def _samples(self, outputs: jax.Array) -> tuple[int, ...]:
-        return outputs.shape[: outputs.ndim - self.likelihood.event_ndim]
+        event = self.likelihood.event_ndim
+        if outputs.ndim <= event:
+            raise ValueError(
+                f"outputs of {self.likelihood!r} must have an axis of examples before its "
+                f"{event} event axes, got shape {outputs.shape}. If the first axis numbers "
+                f"examples with one value each, say event_ndim={outputs.ndim - 1}, as in "
+                f"kldwrm_jax.Gaussian(event_ndim=0), or give the outputs a last axis of length "
+                f"one; if they are one example, give them a first axis of length one"
+            )
+        return outputs.shape[: outputs.ndim - event]
 
     def _per_event(self, per_sample: jax.Array) -> jax.Array:
         return per_sample.reshape(per_sample.shape + (1,) * self.likelihood.event_ndim)
 
     def _shares(self, samples: tuple[int, ...]) -> jax.Array:
-        """Each sample's part of the mean, ``w_n / W``."""
+        """Each sample's part of the mean, ``w_n / W``, over all replicas."""
         if 0 in samples:
             raise ValueError(f"the batch is empty: the outputs are samples of shape {samples}")
         if self.weights is None:
-            return jnp.full(samples, 1 / math.prod(samples))
+            return jnp.full(samples, 1 / (math.prod(samples) * self.axis.size))
         if self.weights.shape != samples:
             raise ValueError(
                 f"weights must have the shape of the outputs without the likelihood's event axes, "
                 f"{samples}, got {self.weights.shape}"
             )
-        return self.weights / self.weights.sum()
+        return self.weights / self.axis.sum(self.weights.sum())
 
-    def _needed_targets(self, what: str) -> jax.Array:
+    def _needed_targets(self, what: str, outputs: jax.Array) -> Any:
         if self.targets is None:
             raise ValueError(f"{what} needs targets: net.oracle(params, ..., targets=y)")
+        _check_no_broadcast(self.likelihood, outputs, self.targets)
         return self.targets
+
+
+def _check_no_broadcast(likelihood: Likelihood, outputs: jax.Array, targets: Any) -> None:
+    """An error for targets (N,) where those of the likelihood are (N, 1), and the like.
+
+    An ``nll`` that does not look would compare each example with the targets of all.
+    """
+    got, whole = jnp.shape(targets), outputs.shape
+    if got == whole or 1 not in (*got, *whole):
+        return
+    try:
+        wanted = jax.eval_shape(likelihood.sample, jax.random.key(0), outputs).shape
+    except NotImplementedError:
+        return
+    if got != wanted and [n for n in got if n != 1] == [n for n in wanted if n != 1]:
+        raise ValueError(
+            f"targets of {likelihood!r} must have shape {wanted} for outputs of shape {whole}, got "
+            f"{got}: use targets.reshape({wanted})"
+        )
