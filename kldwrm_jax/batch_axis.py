@@ -92,9 +92,7 @@ class BatchAxis:
             if not names:
                 results.append(function())
                 return
-            jax.vmap(
-                lambda _: run(names[1:]), None, None, axis_name=names[0], axis_size=1
-            )(0)
+            jax.vmap(lambda _: run(names[1:]), None, None, axis_name=names[0], axis_size=1)(0)
 
         run(self.names or ())
         return results[0]
@@ -149,7 +147,7 @@ def vary(tree: T, names: Any) -> T:
             return x
         if hasattr(jax.lax, "pcast"):
             return jax.lax.pcast(x, new, to="varying")
-        return jax.lax.pvary(x, new)  # JAX before 0.8.2
+        return jax.lax.pvary(x, new)  # type: ignore[attr-defined]  # JAX before 0.8.2
 
     return jax.tree.map(cast, tree)
 

@@ -37,7 +37,7 @@ class Instrumented:
     likelihood: Likelihood
     fisher: str
     model: Model
-    axis: BatchAxis = BatchAxis()
+    axis: BatchAxis
 
     def oracle(
         self,

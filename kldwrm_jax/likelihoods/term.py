@@ -92,7 +92,7 @@ class LikelihoodTerm:
         return self._per_event(signs)
 
     def _nll(self, outputs: jax.Array, targets: Any) -> jax.Array:
-        nll, samples = self.likelihood.nll(outputs, targets), self._samples(outputs)
+        samples, nll = self._samples(outputs), self.likelihood.nll(outputs, targets)
         if nll.shape != samples:
             raise ValueError(
                 f"nll of {self.likelihood!r} must have the shape of its outputs, {outputs.shape}, "
@@ -106,13 +106,15 @@ class LikelihoodTerm:
 
     def _samples(self, outputs: jax.Array) -> tuple[int, ...]:
         event = self.likelihood.event_ndim
-        if outputs.ndim <= event:
+        # Where the number of event axes is the user's to choose, outputs (N,) are one event to the
+        # likelihood and N examples to the user: loss and curvature would be N times too large.
+        if outputs.ndim < event or (outputs.ndim == event and _chooses_event(self.likelihood)):
             raise ValueError(
-                f"outputs of {self.likelihood!r} must have an axis of examples before its "
-                f"{event} event axes, got shape {outputs.shape}. If the first axis numbers "
-                f"examples with one value each, say event_ndim={outputs.ndim - 1}, as in "
-                f"kldwrm_jax.Gaussian(event_ndim=0), or give the outputs a last axis of length "
-                f"one; if they are one example, give them a first axis of length one"
+                f"outputs of {self.likelihood!r} must have an axis of examples before the event "
+                f"axes, of which it has {event}, got shape {outputs.shape}. For one value per "
+                f"example say event_ndim=0, as in kldwrm_jax.Gaussian(event_ndim=0), or give the "
+                f"outputs a last axis of length one; if they are those of one example, give the "
+                f"batch a first axis of length one"
             )
         return outputs.shape[: outputs.ndim - event]
 
@@ -137,6 +139,12 @@ class LikelihoodTerm:
             raise ValueError(f"{what} needs targets: net.oracle(params, ..., targets=y)")
         _check_no_broadcast(self.likelihood, outputs, self.targets)
         return self.targets
+
+
+def _chooses_event(likelihood: Any) -> bool:
+    """Whether the number of event axes is an argument of the likelihood."""
+    fields = dataclasses.fields(likelihood) if dataclasses.is_dataclass(likelihood) else ()
+    return "event_ndim" in {field.name for field in fields}
 
 
 def _check_no_broadcast(likelihood: Likelihood, outputs: jax.Array, targets: Any) -> None:
