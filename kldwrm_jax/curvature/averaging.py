@@ -144,6 +144,11 @@ class AveragedFisher:
         streak = {name: jnp.zeros((), jnp.int32) for name in factors}
         return Averages(factors, inverses, streak)
 
+    def refresh_due(self, count: jax.Array) -> jax.Array:
+        """Whether the statistics are refreshed on this step."""
+        count = shared_count(count)
+        return count % jnp.asarray(self.refresh_every, count.dtype) == 0
+
     def if_refresh(
         self, count: jax.Array, then: Callable[[], Any], otherwise: Callable[[], Any]
     ) -> Any:
