@@ -63,9 +63,7 @@ class Regression:
                 params, state = carried
                 key = jax.random.fold_in(jax.random.key(1), k)
                 chosen = jax.random.randint(key, (batch,), 0, len(y))
-                _, grads, oracle = net.value_and_grad(
-                    params, x[chosen], targets=y[chosen], key=key
-                )
+                _, grads, oracle = net.value_and_grad(params, x[chosen], targets=y[chosen], key=key)
                 updates, state = tx.update(grads, state, params, oracle=oracle)
                 params = optax.apply_updates(params, updates)
                 return (params, state), net.oracle(params, x, targets=y).loss(params)

@@ -122,7 +122,7 @@ class AveragedFisher:
     @property
     def fresh_solver(self) -> QuadraticSolver | None:
         r"""The solver, if at an inversion its :math:`B_k` is the batch's own curvature."""
-        if isinstance(self.solver, QuadraticSolver) and not self.inverse.takes_average:
+        if isinstance(self.solver, QuadraticSolver) and not self.inverse.takes_average(self.layers):
             return self.solver
         return None
 

@@ -88,3 +88,10 @@ def test_what_is_missing_or_does_not_fit_is_an_error():
         term().directions(H[:0], ())
     with pytest.raises(ValueError, match=r"weights must have the shape.*\(4,\), got \(3,\)"):
         term(weights=jnp.ones(3)).loss(H)
+
+
+def test_weights_below_zero_that_are_traced_make_the_loss_nan():
+    """Statistics have their roots: nothing that is finite would be true."""
+    loss = jax.jit(lambda w: term(weights=w).loss(H))
+    assert np.isfinite(loss(W))
+    assert np.isnan(loss(W.at[1].set(-1.0)))

@@ -90,12 +90,14 @@ def test_the_factor_is_the_root_of_limit_over_size(size, factor):
     assert np.isfinite(got.ratio)
 
 
-@pytest.mark.parametrize("ratio, due, measured", [(0.2, 0, False), (0.3, 0, True), (0.2, 1, True)])
+@pytest.mark.parametrize(
+    "ratio, due, measured", [(0.09, 0, False), (0.11, 0, True), (0.09, 1, True)]
+)
 def test_it_is_measured_when_due_or_where_the_limit_is_near(ratio, due, measured):
     got = jax.jit(
-        lambda ratio, due: limit_true_size(
-            {"w": jnp.ones(())}, jnp.ones(()), 1.0, Oracle(1.0), ratio, due
-        ).ratio
+        lambda ratio, due: (
+            limit_true_size({"w": jnp.ones(())}, jnp.ones(()), 1.0, Oracle(1.0), ratio, due).ratio
+        )
     )(ratio, jnp.asarray(due, bool))
     np.testing.assert_allclose(got, 0.5 if measured else ratio, rtol=1e-6)
 
