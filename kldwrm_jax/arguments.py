@@ -58,9 +58,9 @@ def check_all_non_negative(name: str, values: Any) -> None:
     """An array of numbers >= 0."""
     if is_known(values) and np.any(np.asarray(values) < 0):
         raise ValueError(
-            f"{name} must be >= 0, got {np.min(np.asarray(values))!r} among them: they say how much "
-            f"an example counts in the Fisher. Signed factors, such as advantages, belong in a loss "
-            f"of your own, whose gradient tx.update takes"
+            f"{name} must be >= 0, got {np.min(np.asarray(values))!r} among them: they say how "
+            f"much an example counts in the Fisher. Signed factors, such as advantages, belong in a "
+            f"loss of your own, whose gradient tx.update takes"
         )
 
 

@@ -16,18 +16,19 @@ from kldwrm_jax.curvature.layers import LayerBlock
 from kldwrm_jax.curvature.sides import Matrix, Side, Subspace, start_subspace
 from kldwrm_jax.curvature.solvers import DampingMode
 
-# On one core, a side of width 1025 takes as long by Cholesky as by subspace iteration; one of 3137
-# five times as long, and by eigenvectors ten times.
+# On one core a side of width 3137 takes 0.69 s by Cholesky, 1.37 s by eigenvectors and 0.30 s by
+# so many of them, which reach 95 to 99 % of the decrease of the quadratic model (features of MNIST,
+# default damping); 256 take 0.14 s and reach 88 to 91 %. Below 2048 there is little to gain.
 _WIDEST_FULL = 2048
-_RANK = 256
+_RANK = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class Inverse:
     r"""How inverses are made, and when.
 
-    With ``stagger``, with ``method="randomized"``, and where ``"auto"`` makes some inverse that way,
-    Q and QE use :math:`B_k = \bar F_k` at a refresh, too, as they do on the steps in between.
+    With ``stagger``, with ``method="randomized"``, and where ``"auto"`` makes any inverse that way,
+    Q and QE use :math:`B_k = \bar F_k` at a refresh, too, as on the steps in between.
 
     Args:
       every: steps between two inversions, a multiple of ``refresh_every``; with None, every refresh
@@ -41,7 +42,7 @@ class Inverse:
         eigenvectors are computed, by subspace iteration from the previous ones, and the rest of the
         spectrum is replaced by its mean. For wide layers, where a full decomposition is too
         expensive. ``"auto"`` decides for every side by itself: full up to a width of 2048, and
-        randomized of rank 256 above.
+        randomized of rank 512 above.
       rank: how many eigenvectors ``"randomized"`` keeps.
       mesh: a mesh whose devices share the decompositions out: each does some of the matrices, and a
         sum over the devices distributes the results. With None, each device does all of them,

@@ -20,9 +20,9 @@ Tree = TypeVar("Tree")
 STUCK = 10  # refusals in a row after which it is no accident
 
 WAY_OUT = (
-    "no step has been taken since, and the parameters do not change. Gradients that are not finite, "
-    "a learning rate below zero, or no usable curvature (rejected_refreshes) are refused. Go back "
-    "to a checkpoint and lower the learning rate or kl_clip, or raise the damping; "
+    "the parameters do not change any more. Refused are steps with gradients that are not finite, "
+    "with a learning rate below zero, or without usable curvature (rejected_refreshes). Go back to "
+    "a checkpoint and lower the learning rate or kl_clip, or raise the damping; "
     "jax.config.update('jax_debug_nans', True) finds where a NaN arises"
 )
 

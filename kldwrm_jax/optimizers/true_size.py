@@ -1,9 +1,9 @@
 r"""The true size of a step, and a limit of it.
 
 The blocks, and an average that is some steps old, may underestimate :math:`s'Fs` by orders of
-magnitude; a limit of their estimate then limits nothing. One JVP measures it with the exact Fisher of the batch.
-The ratio of the two is remembered, and measured again at every refresh and wherever it says that
-the limit is near: steps far below the limit pay nothing.
+magnitude; a limit of their estimate then limits nothing. One JVP measures it with the exact Fisher
+of the batch. The ratio of the two is remembered, and measured again at every refresh and wherever
+it says that the limit is near: steps far below the limit pay nothing.
 
 The limit is for every number among a sample's outputs, so that it means the same for one pixel and
 for a thousand.

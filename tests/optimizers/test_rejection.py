@@ -269,7 +269,7 @@ def stuck():
 def test_ten_refusals_are_an_error_to_whoever_checks(stuck):
     _, (_, before), (_, state) = stuck
     kw.check_progress(before)
-    with pytest.raises(FloatingPointError, match="the last 10 steps were refused.*checkpoint"):
+    with pytest.raises(FloatingPointError, match=r"the last 10 steps were refused.*checkpoint"):
         kw.check_progress((optax.EmptyState(), state))
     with pytest.raises(FloatingPointError, match="the last 9 steps"):
         kw.check_progress(before, refused=5)
@@ -316,7 +316,7 @@ def test_a_schedule_below_zero_takes_no_step_and_training_goes_on_after_it(make,
     assert scalars["rejected_steps"] == scalars["refused_in_a_row"] == 2
     params, state = step(params, state, 3)
     assert kw.diagnostics(state)["refused_in_a_row"] == 0
-    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (params, start[0]))))
+    assert np.any(params["last"]["kernel"] != start[0]["last"]["kernel"])
 
 
 def test_outside_of_jit_a_schedule_below_zero_is_an_error():

@@ -82,7 +82,7 @@ class Oracle:
         return jnp.asarray(self.size / 2) * step["w"] ** 2
 
 
-@pytest.mark.parametrize("size, factor", [(8.0, 0.5), (1.0, 1.0), (np.inf, 0.0), (np.nan, 1.0)])
+@pytest.mark.parametrize(("size", "factor"), [(8.0, 0.5), (1.0, 1.0), (np.inf, 0.0), (np.nan, 1.0)])
 def test_the_factor_is_the_root_of_limit_over_size(size, factor):
     s, one, yes = {"w": jnp.ones(())}, jnp.ones(()), jnp.ones((), bool)
     got = limit_true_size(s, one, 1.0, Oracle(size), jnp.zeros(()), yes)
@@ -91,7 +91,7 @@ def test_the_factor_is_the_root_of_limit_over_size(size, factor):
 
 
 @pytest.mark.parametrize(
-    "ratio, due, measured", [(0.09, 0, False), (0.11, 0, True), (0.09, 1, True)]
+    ("ratio", "due", "measured"), [(0.09, 0, False), (0.11, 0, True), (0.09, 1, True)]
 )
 def test_it_is_measured_when_due_or_where_the_limit_is_near(ratio, due, measured):
     got = jax.jit(
