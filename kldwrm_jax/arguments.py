@@ -59,8 +59,8 @@ def check_all_non_negative(name: str, values: Any) -> None:
     if is_known(values) and np.any(np.asarray(values) < 0):
         raise ValueError(
             f"{name} must be >= 0, got {np.min(np.asarray(values))!r} among them: they say how "
-            f"much an example counts in the Fisher. Signed factors, such as advantages, belong in a "
-            f"loss of your own, whose gradient tx.update takes"
+            f"much an example counts in the Fisher. Signed factors, such as advantages, belong in "
+            f"a loss of your own, whose gradient tx.update takes"
         )
 
 
