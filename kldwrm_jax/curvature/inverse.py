@@ -131,7 +131,9 @@ class Inverse:
 
         def start(side: type[Side], x: Any, known: Any) -> Subspace | None:
             rank = self.rank_at(x.shape[-1]) if side is Matrix else None
-            return rank and start_subspace(x, rank, getattr(known, "vectors", None))
+            if rank is None:
+                return None
+            return start_subspace(x, rank, getattr(known, "vectors", None))
 
         return block.join([start(*own, known) for own, known in zip(sides, before, strict=True)])
 
