@@ -6,6 +6,7 @@ from kldwrm_jax.curvature import Inverse
 from kldwrm_jax.kl_report import kl_report
 from kldwrm_jax.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from kldwrm_jax.optimizers import (
+    check_progress,
     diagnostics,
     kfac,
     precondition,
@@ -23,6 +24,7 @@ __all__ = [
     "Likelihood",
     "TrainState",
     "capture",
+    "check_progress",
     "curvature",
     "diagnostics",
     "instrument",

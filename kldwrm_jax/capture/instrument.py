@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from kldwrm_jax.arguments import check_choice, check_count
+from kldwrm_jax.arguments import check_all_non_negative, check_choice, check_count
 from kldwrm_jax.batch_axis import BatchAxis
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.function import FunctionAdapter
@@ -59,7 +59,8 @@ class Instrumented:
           *args: the batch, as the model takes it.
           targets: labels; needed by ``fisher="empirical"`` and by ``oracle.loss``.
           key: a PRNG key; needed by ``fisher="sampled"``.
-          weights: of examples or tokens, over the outputs' leading axes; 0 for padding. Layers
+          weights: of examples or tokens, over the outputs' leading axes; 0 for padding. Negative
+            ones are an error, and inside ``jit``, where nobody can look, the loss is NaN. Layers
             under a scan over time see an example's weights only, summed over its tokens. Every
             layer must see the examples along the first axis of its input, or one by one under a
             ``vmap``.
@@ -80,6 +81,7 @@ class Instrumented:
         check_count("micro_batches", micro_batches)
         if weights is not None:
             weights = jnp.asarray(weights, float)
+            check_all_non_negative("weights", weights)
         term = LikelihoodTerm(self.likelihood, self.fisher, targets, key, weights, self.axis)
         params, call = self.model.adapter.bind(params, Call(args, kwargs, variables or {}, rngs))
         if micro_batches == 1:

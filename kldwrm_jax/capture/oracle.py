@@ -90,6 +90,11 @@ class Oracle:
             )
         return self.after
 
+    @property
+    def event_size(self) -> int:
+        """How many numbers the outputs have for one sample."""
+        return self.term.event_size(jax.eval_shape(self.outputs, self.params))
+
     def outputs(self, params: Any) -> jax.Array:
         """The network's outputs on this batch at other parameters, with the same dropout masks.
 

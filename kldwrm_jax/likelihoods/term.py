@@ -42,6 +42,10 @@ class LikelihoodTerm:
         kl = self.likelihood.symmetric_kl(outputs1, outputs2)
         return self.axis.sum(self._total(outputs1, kl))
 
+    def event_size(self, outputs: jax.Array | jax.ShapeDtypeStruct) -> int:
+        """How many numbers the outputs have for one sample."""
+        return math.prod(outputs.shape[outputs.ndim - self.likelihood.event_ndim :])
+
     def positions(self, outputs: jax.Array) -> int:
         """The samples of one example, if their directions must be taken one by one."""
         return math.prod(self._samples(outputs)[1:]) if self.fisher == "exact" else 1
@@ -132,7 +136,9 @@ class LikelihoodTerm:
                 f"weights must have the shape of the outputs without the likelihood's event axes, "
                 f"{samples}, got {self.weights.shape}"
             )
-        return self.weights / self.axis.sum(self.weights.sum())
+        # Root shares enter the statistics. Traced weights cannot be checked: the loss shows it.
+        shares = self.weights / self.axis.sum(self.weights.sum())
+        return jnp.where((self.weights < 0).any(), jnp.nan, shares)
 
     def _needed_targets(self, what: str, outputs: jax.Array) -> Any:
         if self.targets is None:

@@ -2,11 +2,12 @@
 
 from kldwrm_jax.optimizers.family import kfac, q_kldwrm, qe_kldwrm, so_kldwrm
 from kldwrm_jax.optimizers.precondition import precondition
-from kldwrm_jax.optimizers.state import KLDWRMState, Monitor, diagnostics
+from kldwrm_jax.optimizers.state import KLDWRMState, Monitor, check_progress, diagnostics
 
 __all__ = [
     "KLDWRMState",
     "Monitor",
+    "check_progress",
     "diagnostics",
     "kfac",
     "precondition",

@@ -373,3 +373,11 @@ def test_a_model_without_parameters_has_no_blocks():
     assert len(net.layers) == 0
     assert net.oracle({}, X, key=jax.random.key(0)).factors() == {}
     print(net.layers)
+
+
+def test_weights_below_zero_are_an_error_that_names_the_way_out():
+    net = kw.instrument(nn.Dense(3), kw.Categorical(), X)
+    params = nn.Dense(3).init(jax.random.key(0), X)["params"]
+    weights = jnp.ones(len(X)).at[1].set(-0.5)
+    with pytest.raises(ValueError, match=r"weights must be >= 0, got .*-0.5.* loss of your own"):
+        net.oracle(params, X, key=jax.random.key(0), weights=weights)

@@ -164,3 +164,10 @@ def test_a_likelihood_whose_event_axes_are_miscounted_is_an_error():
     own = LikelihoodTerm(Careless(event_ndim=2), "exact", np.zeros((4, 3, 2)), None, None)
     with pytest.raises(ValueError, match=r"nll of Careless.* event_ndim=2 axes, got \(4, 3\)"):
         own.loss(jnp.zeros((4, 3, 2)))
+
+
+def test_weights_below_zero_that_are_traced_make_the_loss_nan():
+    """Statistics have their roots: nothing that is finite would be true."""
+    loss = jax.jit(lambda w: term(weights=w).loss(H))
+    assert np.isfinite(loss(W))
+    assert np.isnan(loss(W.at[1].set(-1.0)))
