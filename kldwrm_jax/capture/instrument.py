@@ -16,7 +16,7 @@ from kldwrm_jax.capture.layer_call import Options
 from kldwrm_jax.capture.linen import LinenAdapter
 from kldwrm_jax.capture.micro_batches import SplitOracle
 from kldwrm_jax.capture.model import Adapter, Model
-from kldwrm_jax.capture.nnx import adapt_nnx
+from kldwrm_jax.capture.nnx import adapt_nnx, fork_streams
 from kldwrm_jax.capture.oracle import Oracle
 from kldwrm_jax.capture.survey import survey
 from kldwrm_jax.curvature import Layers
@@ -117,6 +117,7 @@ class Instrumented:
           >>> int(kw.diagnostics(state)["refreshes"])
           1
         """
+        args, kwargs = fork_streams((args, kwargs))
         return self.oracle(params, *args, targets=targets, **kwargs).value_and_grad()
 
 
@@ -206,9 +207,10 @@ def instrument(
             f"got {likelihood!r}"
         )
     adapter = _adapter(model, Options(bias, sharing, max_factor))
-    found = survey(adapter, output, Call(args, kwargs, variables or {}, rngs))
-    if uncovered == "error" and found.uncovered:
-        notes = "; ".join(f"{path} ({found.layers[path].note})" for path in found.uncovered)
+    found, outputs = survey(adapter, output, Call(args, kwargs, variables or {}, rngs))
+    missed = (*found.uncovered, *found.unseen)
+    if uncovered == "error" and missed:
+        notes = "; ".join(f"{path} ({found.layers[path].note})" for path in missed)
         raise ValueError(
             f"uncovered='error' and no rule covers {notes}. Pass uncovered='diagonal' to give them "
             f"diagonal blocks, or train them with another optimizer through optax.partition"

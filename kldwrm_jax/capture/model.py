@@ -53,8 +53,9 @@ class Model:
     output: Callable[[Any], Any] | None  # picks what the likelihood sees
     layers: Layers  # every curvature block
     captured: tuple[CapturedLayer, ...]
-    uncovered: tuple[str, ...]  # paths of the parameters that no captured layer has
-    mixing: tuple[Path, ...]  # layers in which examples depend on each other
+    uncovered: tuple[str, ...] = ()  # parameters that no captured layer has
+    unseen: tuple[str, ...] = ()  # parameters that the likelihood does not see
+    mixing: tuple[Path, ...] = ()  # layers in which examples depend on each other
 
     def outputs(self, params: Any, call: Call) -> jax.Array:
         """What the likelihood sees. Updates of other variables are dropped."""
@@ -85,6 +86,7 @@ class Model:
         probes: dict[Path, Arrays],
         weights: jax.Array | None = None,
         bases: Bases = NO_BASES,
+        label: str = "observed",
     ) -> tuple[jax.Array, TraceRecord]:
         """:meth:`outputs`, whose cotangents for ``probes`` are the statistics.
 
@@ -95,7 +97,7 @@ class Model:
             layer.path: probes[layer.path] | layer.constants(weights, bases)
             for layer in self.captured
         }
-        out, _, record = self.adapter.run(params, call, attached, "observed")
+        out, _, record = self.adapter.run(params, call, attached, label)
         return self._picked(out), record
 
     def factors(self, collected: dict[Path, Arrays], scale: float) -> dict[str, Factors]:

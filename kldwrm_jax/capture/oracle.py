@@ -48,6 +48,7 @@ class Oracle:
         for name in bases:
             self.model.layers[name]  # an error if there is no such block
         paths, term = self.model.uncovered, self.term
+        leaves = leaves_by_path(self.params)
         run = run_forward(self.model, self.params, self.call, paths, term.weights, bases)
         directions, scale = term.directions(run.outputs, run.mixing)
         collected = run.statistics(directions, term.positions(run.outputs))
@@ -57,6 +58,7 @@ class Oracle:
             _, gradients = run.vjp(jnp.sum(signs * directions, axis=0))
             for path in self.model.uncovered:
                 made[path] = scale * gradients[path].astype(float) ** 2
+        made |= {path: jnp.ones(jnp.shape(leaves[path])) for path in self.model.unseen}
         return {block.name: made[block.name] for block in self.model.layers}
 
     def value_and_grad(self) -> tuple[jax.Array, Any, "Oracle"]:
