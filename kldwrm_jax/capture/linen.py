@@ -45,7 +45,12 @@ class LinenAdapter(Adapter):
             def init(call: Call) -> Any:
                 return self.module.init(_rngs(call) or {}, *call.args, **call.kwargs)
 
-            variables = dict(jax.eval_shape(init, call))
+            try:
+                variables = dict(jax.eval_shape(init, call))
+            except ZeroDivisionError as error:
+                raise ValueError(
+                    "model.init divides by zero: Flax cannot initialise layers of width 0"
+                ) from error
         return variables.pop("params", {}), dataclasses.replace(call, variables=variables)
 
     def bind(self, params: Any, call: Call) -> tuple[Any, Call]:
@@ -62,7 +67,7 @@ class LinenAdapter(Adapter):
                 stack.enter_context(nn.intercept_methods(interceptor))
                 record.find_leaf = interceptor.find_leaf
                 flat = dict(flatten_dict(_as_dict(params)))
-                tagged = {("/".join(path),): path for path in flat}
+                tagged: dict[Path, Path] = {("/".join(path),): path for path in flat}
                 for path, own in attached.items():
                     *module, name = tagged.get(path, (*path, ""))
                     prefix = interceptor.prefix(name)
@@ -120,13 +125,14 @@ class Interceptor:
     def find_leaf(self, given: Any) -> TaggedLeaf | None:
         """The parameter that a tag is given, of a module that is being called."""
         for module in (m for m in reversed(self._modules) if m.scope is not None):
-            params = nn.unbox(dict(module.variables.get("params", {})))
-            for name in [name for name, x in params.items() if x is given]:
-                path = "/".join((*self._path, *module.path, name))
+            params = dict(flatten_dict(_as_dict(module.variables.get("params", {}))))
+            for keys in [keys for keys, x in params.items() if x is given]:
+                path = "/".join((*self._path, *module.path, *keys))
                 if self._wrapper is not None:
                     raise ValueError(f"{path!r} is tagged, but reparametrised by {self._wrapper}")
-                start = self.prefix(name)
-                own = {k.removeprefix(start): x for k, x in params.items() if k.startswith(start)}
+                start = self.prefix(keys[-1])
+                beside = {k[-1]: x for k, x in params.items() if k[:-1] == keys[:-1]}
+                own = {k.removeprefix(start): x for k, x in beside.items() if k.startswith(start)}
                 return TaggedLeaf(given, own, path, self._options, "")
         return None
 

@@ -67,10 +67,17 @@ class Model:
         return self._picked(out), variables
 
     def _picked(self, out: Any) -> jax.Array:
-        out = out if self.output is None else self.output(out)
+        returned, source = type(out).__name__, "the model"
+        if self.output is not None:
+            source = "output"
+            try:
+                out = self.output(out)
+            except Exception as error:
+                error.add_note(f"output is given what the model returns, here a {returned}")
+                raise
         if not hasattr(out, "shape"):
             raise ValueError(
-                f"the model returns a {type(out).__name__}: pass instrument(..., output=f) with an "
+                f"{source} returns a {type(out).__name__}: pass instrument(..., output=f) with an "
                 f"f that picks the array that the likelihood sees, such as lambda out: out[0]"
             )
         return out.astype(jnp.promote_types(out.dtype, jnp.float32))

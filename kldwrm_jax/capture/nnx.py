@@ -194,10 +194,10 @@ def _places(model: nnx.Module, options: Options, label: str) -> list[tuple[Any, 
 def _make_observed(module: Any, place: Place, attached: Attached) -> None:
     """Makes a module, which is nobody else's, observe itself, and be found by tags."""
     cls: Any = type(module)
-    variables = {name: type(getattr(module, name)) for name, _ in place.parameters}
+    variables: dict[str, Any] = {name: type(getattr(module, name)) for name, _ in place.parameters}
     object.__setattr__(module, "__class__", _observed_class(cls))
     module.kldwrm_place = place
-    first = next(iter(variables.values()), nnx.Param)
+    first: Any = next(iter(variables.values()), nnx.Param)
     for name, x in attached.get(place.path, {}).items():
         setattr(module, _OURS + name, _subclass(first)(x))
     for parameter, path in place.parameters:
@@ -240,25 +240,30 @@ def _observed_class(cls: type) -> type:
     """A subclass that observes what a class does through the calls of its base, a known layer."""
     layer: Any = _known_layer(cls)
     if cls is not layer:
-        observed = _subclass(cls) if layer is None else _subclass(cls, _observed_class(layer))
-        observed.__getattribute__ = _read_attribute
-        return observed
-    observed = _subclass(cls)
+        others = () if layer is None else (_observed_class(layer),)
+        return _remembers_reads(_subclass(cls, *others))
+    observed = _remembers_reads(_subclass(cls))
     if layer is nnx.LoRA:
-        observed.__getattribute__, observed.__call__ = _read_attribute, _tagged_lora
+        observed.__call__ = _tagged_lora
         return observed
     for method in readers.NNX[layer]:
         setattr(observed, method.name, _observed_method(method))
     return observed
 
 
-def _read_attribute(self: Any, name: str) -> Any:
-    """Remembers which module a variable was read from, for tags."""
-    value = object.__getattribute__(self, name)
-    record = current_record()
-    if record is not None and isinstance(value, nnx.Variable):
-        record.read_variables.append((value, self))
-    return value
+def _remembers_reads(cls: Any) -> Any:
+    """Has a class remember which module a variable was read from, for tags."""
+    inherited = cls.__getattribute__
+
+    def read(self: Any, name: str) -> Any:
+        value = inherited(self, name)
+        record = current_record()
+        if record is not None and isinstance(value, nnx.Variable):
+            record.read_variables.append((value, self))
+        return value
+
+    cls.__getattribute__ = read
+    return cls
 
 
 def _tagged_lora(self: Any, x: jax.Array, **kwargs: Any) -> jax.Array:

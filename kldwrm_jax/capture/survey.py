@@ -41,6 +41,12 @@ def survey(
     params, call = adapter.example(call)
     shapes = {path: x.shape for path, x in leaves_by_path(params).items()}
 
+    empty = [f"{path!r} {shape}" for path, shape in shapes.items() if 0 in shape]
+    if empty:
+        raise ValueError(
+            f"there are parameters without entries, {', '.join(empty)}: leave layers of width 0 out"
+        )
+
     def trace(attached: Mapping[Path, Any]) -> TraceRecord:
         label, records = next(_labels), []
 

@@ -144,9 +144,10 @@ def tag(
     find_leaf = (current_record() or TraceRecord()).find_leaf
     if find_leaf is None and not isinstance(kernel, TaggedLeaf):
         return z
-    leaves = {name: (find_leaf or as_leaf)(leaf) for name, leaf in given.items()}
+    leaves: dict[str, TaggedLeaf] = {}
     for name, leaf in given.items():
-        if leaves[name] is None:
+        found = (find_leaf or as_leaf)(leaf)
+        if found is None:
             argument = "bias" if name == "bias" else "kernel"
             raise ValueError(
                 f"{argument} must be a leaf of the function's parameters, tagged in the example "
@@ -155,6 +156,7 @@ def tag(
                 f"(layout describes its axes). In a Linen module the leaf is what self.param "
                 f"returns, in an NNX module the variable itself, self.kernel"
             )
+        leaves[name] = found
     inputs, z = jnp.asarray(inputs), jnp.asarray(_value_of(z))
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     paths = {name: leaf.path for name, leaf in leaves.items()}
