@@ -65,7 +65,7 @@ class SplitOracle(Oracle):
         batch = self._batch_size()
 
         def cut(x: Any) -> Any:
-            if jnp.ndim(x) == 0 or jnp.shape(x)[0] != batch:
+            if getattr(x, "ndim", 0) == 0 or x.shape[0] != batch:
                 return x
             x = jnp.asarray(x)
             return x.reshape(batch // self.parts, self.parts, *x.shape[1:])[:, i]

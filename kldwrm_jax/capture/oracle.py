@@ -51,6 +51,7 @@ class Oracle:
         paths, term, axis = self.model.uncovered, self.term, self.term.axis
         params, probes = axis.varying((self.params, self.model.probes(bases)))
         run = run_forward(self.model, params, self.call, paths, probes, term.weights, bases)
+        leaves = leaves_by_path(self.params)
         directions, scale = term.directions(run.outputs, run.mixing)
         collected = axis.sum(run.statistics(directions, term.positions(run.outputs)))
         made = self.model.factors(collected, scale)
@@ -59,6 +60,7 @@ class Oracle:
             _, gradients = run.vjp(jnp.sum(signs * directions, axis=0))
             for path in self.model.uncovered:
                 made[path] = scale * axis.sum(gradients[path].astype(float) ** 2)
+        made |= {path: jnp.ones(jnp.shape(leaves[path])) for path in self.model.unseen}
         return {block.name: made[block.name] for block in self.model.layers}
 
     def value_and_grad(self) -> tuple[jax.Array, Any, "Oracle"]:

@@ -46,6 +46,13 @@ class LikelihoodTerm:
         """How many numbers the outputs have for one sample."""
         return math.prod(outputs.shape[outputs.ndim - self.likelihood.event_ndim :])
 
+    def backward_passes(self, outputs: jax.Array) -> int:
+        """How many backward passes the Fisher takes on outputs of this shape."""
+        if self.fisher != "exact":
+            return 1
+        root = jax.eval_shape(self.likelihood.fisher_root, outputs)
+        return root.shape[0] * self.positions(outputs)
+
     def positions(self, outputs: jax.Array) -> int:
         """The samples of one example, if their directions must be taken one by one."""
         return math.prod(self._samples(outputs)[1:]) if self.fisher == "exact" else 1

@@ -73,7 +73,9 @@ def solve(
         if gradients.pull is not None:
             y = x if rhs is h else operator.solve(remembered)
             fisher_v |= block.scatter(operator.times_average(remembered, y))
-        sizes.append(jnp.vdot(x, right, precision=jax.lax.Precision.HIGHEST))
+        size = jnp.vdot(x, right, precision=jax.lax.Precision.HIGHEST)
+        # What the likelihood does not see has no divergence; 0 times what is not finite is nan.
+        sizes.append(0 * size if block.unseen else size)
         contractions.append(jnp.asarray(operator.contraction, float))
     return Direction(v, fisher_v, total(sizes), jnp.max(jnp.stack(contractions)), b=None)
 

@@ -352,6 +352,11 @@ class Member:
                 "kldwrm_jax.TrainState, whose apply_gradients(grads=grads, oracle=oracle) "
                 "forwards it"
             )
+        if not isinstance(oracle, Oracle):
+            raise ValueError(
+                f"oracle must be made by net.oracle(params, x, ...) or net.value_and_grad(...) of "
+                f"net = kldwrm_jax.instrument(...), got a {type(oracle).__name__}"
+            )
         if params is None and (not _is_zero(self.weight_decay) or self.inner_problem is not None):
             raise ValueError(
                 "update needs the parameters for weight decay and for QE: "
