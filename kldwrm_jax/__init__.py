@@ -8,6 +8,7 @@ from kldwrm_jax.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from kldwrm_jax.optimizers import (
     Fit,
     LevenbergMarquardt,
+    check_progress,
     diagnostics,
     kfac,
     precondition,
@@ -27,6 +28,7 @@ __all__ = [
     "Likelihood",
     "TrainState",
     "capture",
+    "check_progress",
     "curvature",
     "diagnostics",
     "instrument",

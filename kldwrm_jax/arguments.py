@@ -14,6 +14,17 @@ import numpy as np
 Scalar = float | jax.Array  # a number, known or traced
 
 
+def is_known(tree: Any) -> bool:
+    """Whether all leaves are numbers or arrays whose values this process can look at."""
+
+    def known(leaf: Any) -> bool:
+        if isinstance(leaf, jax.Array):
+            return not isinstance(leaf, jax.core.Tracer) and leaf.is_fully_addressable
+        return isinstance(leaf, np.ndarray | np.generic | numbers.Number)
+
+    return all(map(known, jax.tree.leaves(tree)))
+
+
 def _known(name: str, value: Any, allowed: str) -> bool:
     """True if the value can be looked at; an error if it can be no number at all."""
     if isinstance(value, jax.core.Tracer) or callable(value):
@@ -41,6 +52,16 @@ def check_non_negative(name: str, value: Any) -> None:
     """A number >= 0."""
     if _known(name, value, "a number >= 0") and not value >= 0:
         raise ValueError(f"{name} must be a number >= 0, got {value!r}")
+
+
+def check_all_non_negative(name: str, values: Any) -> None:
+    """An array of numbers >= 0."""
+    if is_known(values) and np.any(np.asarray(values) < 0):
+        raise ValueError(
+            f"{name} must be >= 0, got {np.min(np.asarray(values))!r} among them: they say how "
+            f"much an example counts in the Fisher. Signed factors, such as advantages, belong in "
+            f"a loss of your own, whose gradient tx.update takes"
+        )
 
 
 def check_positive(name: str, value: Any) -> None:

@@ -70,12 +70,12 @@ def kl_report(
         oracle = dataclasses.replace(oracle, params=params)
     known = oracle.factors() if factors is None else factors
     step = leaves_by_path(optax.tree.cast(updates, float))
-    blocks = oracle.model.layers.active(step)
+    blocks = [own for own in oracle.model.layers.active(step) if not own.unseen]
     curved = per_block(blocks, lambda b, v: b.block.multiply(known[b.name], v), step)
     return KLReport(
         kl=oracle.divergence(
             oracle.outputs(params), oracle.outputs(optax.apply_updates(params, updates))
         ),
         quadratic=oracle.quadratic(updates),
-        blocks=0.5 * jnp.asarray(optax.tree.vdot(step, curved)),
+        blocks=0.5 * jnp.asarray(optax.tree.vdot({path: step[path] for path in curved}, curved)),
     )

@@ -6,7 +6,7 @@ import pytest
 # Most programs here run once, on tiny arrays: the time goes into compiling them.
 jax.config.update("jax_disable_most_optimizations", True)
 
-collect_ignore = ["eight_devices.py"]  # a program of its own
+collect_ignore = ["eight_devices.py", "two_replicas.py"]  # programs of their own
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import kldwrm_jax
 
 PACKAGE = pathlib.Path(kldwrm_jax.__file__).parent
-TOOLS = ["arguments", "finite", "paths", "replicas"]  # of all rooms
+TOOLS = ["arguments", "batch_axis", "finite", "paths", "replicas"]  # of all rooms
 ROOMS = [
     "likelihoods",
     "curvature",

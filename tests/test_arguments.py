@@ -87,3 +87,11 @@ def test_choices_are_one_of_the_names():
         message = re.escape(f"mode must be one of 'product', 'factored', got {value!r}")
         with pytest.raises(ValueError, match=message):
             arguments.check_choice("mode", value, ("product", "factored"))
+
+
+def test_what_is_traced_is_not_known():
+    seen = []
+    jax.jit(lambda x: seen.append(arguments.is_known({"a": x, "b": 1.0})) or x)(1.0)
+    assert seen == [False]
+    assert arguments.is_known({"a": np.ones(2), "b": 1.0, "c": jax.numpy.ones(3), "d": None})
+    assert not arguments.is_known([object()])

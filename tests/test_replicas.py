@@ -14,6 +14,7 @@ MEMBERS = {
     "kfac": (kw.kfac, {}),
     "kfac, staggered": (kw.kfac, {"inverse": kw.Inverse(stagger=True)}),
     "kfac, calibrated": (kw.kfac, {"calibrate": True}),
+    "kfac, nothing set": (kw.kfac, {"learning_rate": None}),
     "so": (kw.so_kldwrm, {}),
     "q": (kw.q_kldwrm, {}),
     "qe": (kw.qe_kldwrm, {"capacity": 2, "inner_steps": 1}),
@@ -25,7 +26,7 @@ def training(name):
     """A function that trains from one seed."""
     problem = small_nets.problem(norm=False)
     make, settings = MEMBERS[name]
-    tx = make(problem.layers, 0.05, refresh_every=EVERY, **settings)
+    tx = make(problem.layers, **{"learning_rate": 0.05} | settings, refresh_every=EVERY)
     step = problem.step(tx)
 
     def train(seed):

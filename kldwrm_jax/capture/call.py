@@ -7,8 +7,16 @@ from typing import Any
 import jax
 
 
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Stands for an argument whose arrays are among the call's ``rngs``."""
+
+    index: int
+    graph: Any  # its structure
+
+
 def _is_static(leaf: Any) -> bool:
-    return isinstance(leaf, bool | str) or callable(leaf)
+    return isinstance(leaf, bool | str | Slot) or callable(leaf)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -23,7 +31,7 @@ class Call:
     args: tuple
     kwargs: Mapping[str, Any]
     variables: Mapping[str, Any]
-    rngs: Mapping[str, jax.Array] | jax.Array | None
+    rngs: Any  # keys by name, or one key; for an NNX model, the states that slots stand for
     graph: Any = None
 
     def tree_flatten(self) -> tuple[tuple, tuple]:

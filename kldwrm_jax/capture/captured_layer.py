@@ -27,6 +27,11 @@ class CapturedLayer:
     stack: Stack
     blocks: tuple[LayerBlock, ...]  # those of the spec, at their place in the model
 
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The paths of its parameters."""
+        return tuple(p.path for block in self.blocks for p in block.parameters)
+
     def probes(self, bases: Bases) -> Arrays:
         """Zeros shaped like the statistics, as they are attached."""
         shapes = self.spec.probes

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kldwrm_jax.batch_axis import zeros
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.canonical import canonical_convolutions
 from kldwrm_jax.capture.captured_layer import NO_BASES, Bases
@@ -55,10 +56,9 @@ class ForwardPass:
             new = jax.vmap(statistics)(indices)
             return jax.tree.map(lambda old, x: old + x.sum(axis=0), sums, new), None
 
-        likes = jax.eval_shape(statistics, jnp.zeros((), int))
-        zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), likes)
+        empty = zeros(jax.eval_shape(statistics, jnp.zeros((), int)))
         indices = jnp.arange(rounds * at_once).reshape(rounds, at_once)
-        return jax.lax.scan(add, zeros, indices)[0]
+        return jax.lax.scan(add, empty, indices)[0]
 
 
 def run_forward(
@@ -66,6 +66,7 @@ def run_forward(
     params: Any,
     call: Call,
     paths: Sequence[str],
+    probes: dict[Path, Arrays],
     weights: jax.Array | None,
     bases: Bases = NO_BASES,
 ) -> ForwardPass:
@@ -80,6 +81,6 @@ def run_forward(
 
     leaves = leaves_by_path(params)
     chosen = {path: leaves[path] for path in paths}
-    outputs, vjp = jax.vjp(run, model.probes(bases), chosen)
+    outputs, vjp = jax.vjp(run, probes, chosen)
     model.check_reached(params, call, records[-1])
     return ForwardPass(outputs, vjp, tuple(model.mixing_layers(records[-1])))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.model import Adapter
-from kldwrm_jax.capture.tag import TaggedLeaf
+from kldwrm_jax.capture.tag import TaggedLeaf, as_leaf
 from kldwrm_jax.capture.trace import Attached, TraceRecord, recording
 from kldwrm_jax.paths import leaves_by_path, replace_leaves
 
@@ -69,7 +69,8 @@ class FunctionAdapter(Adapter):
         for path, x in leaves.items():
             own = attached.get((path,), {})
             leaves[path] = TaggedLeaf(x, own, path, self.options, label)
-        with recording(takes_tags=True) as record:
+        with recording() as record:
+            record.find_leaf = as_leaf
             try:
                 return self._call(leaves, call), {}, record
             except (TypeError, ValueError) as error:

@@ -1,6 +1,7 @@
 """``instrument``: a model, a likelihood and an example call, made ready for natural gradients."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,14 +10,15 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from kldwrm_jax.arguments import check_choice, check_count
+from kldwrm_jax.arguments import check_all_non_negative, check_choice, check_count
+from kldwrm_jax.batch_axis import BatchAxis
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.function import FunctionAdapter
 from kldwrm_jax.capture.layer_call import Options
 from kldwrm_jax.capture.linen import LinenAdapter
 from kldwrm_jax.capture.micro_batches import SplitOracle
 from kldwrm_jax.capture.model import Adapter, Model
-from kldwrm_jax.capture.nnx import adapt_nnx
+from kldwrm_jax.capture.nnx import adapt_nnx, fork_streams
 from kldwrm_jax.capture.oracle import Oracle
 from kldwrm_jax.capture.survey import survey
 from kldwrm_jax.curvature import Layers
@@ -36,6 +38,7 @@ class Instrumented:
     likelihood: Likelihood
     fisher: str
     model: Model
+    axis: BatchAxis
 
     def oracle(
         self,
@@ -57,14 +60,16 @@ class Instrumented:
           *args: the batch, as the model takes it.
           targets: labels; needed by ``fisher="empirical"`` and by ``oracle.loss``.
           key: a PRNG key; needed by ``fisher="sampled"``.
-          weights: of examples or tokens, over the outputs' leading axes; 0 for padding. Layers
+          weights: of examples or tokens, over the outputs' leading axes; 0 for padding. Negative
+            ones are an error, and inside ``jit``, where nobody can look, the loss is NaN. Layers
             under a scan over time see an example's weights only, summed over its tokens. Every
             layer must see the examples along the first axis of its input, or one by one under a
             ``vmap``.
           variables: other collections of a Linen model, such as ``batch_stats``; they run mutable
             and their updates are dropped. An NNX model brings its own.
-          rngs: as in ``model.apply``; for an NNX model, its argument ``rngs``. Every method of this
-            oracle uses the same dropout masks.
+          rngs: as in ``model.apply``; for an NNX model, its argument ``rngs``, keys or an
+            ``nnx.Rngs``. Every method of this oracle uses the same dropout masks: those that the
+            model itself would have next, if ``nnx.Rngs`` are given here or among the arguments.
           micro_batches: the number of parts in which the batch is processed, one after another, to
             save memory. Unlike with ``optax.MultiSteps``, gradients and statistics are those of the
             whole batch. Arguments whose first axis has the length of the batch are split; give one
@@ -78,7 +83,8 @@ class Instrumented:
         check_count("micro_batches", micro_batches)
         if weights is not None:
             weights = jnp.asarray(weights, float)
-        term = LikelihoodTerm(self.likelihood, self.fisher, targets, key, weights)
+            check_all_non_negative("weights", weights)
+        term = LikelihoodTerm(self.likelihood, self.fisher, targets, key, weights, self.axis)
         params, call = self.model.adapter.bind(params, Call(args, kwargs, variables or {}, rngs))
         if micro_batches == 1:
             return Oracle(self.model, term, params, call)
@@ -98,7 +104,8 @@ class Instrumented:
         Returns:
           The loss; its gradient, shaped like ``params``; the oracle. ``oracle.variables`` are the
           collections given as ``variables`` after the pass; for an NNX model, take them over by
-          ``nnx.update(model, oracle.variables)``.
+          ``nnx.update(model, oracle.variables)``. ``nnx.Rngs`` among the arguments are forked, so
+          that the next call has other dropout masks.
 
         Example:
           >>> import flax.linen as nn, jax, jax.numpy as jnp, optax
@@ -117,6 +124,7 @@ class Instrumented:
           >>> int(kw.diagnostics(state)["refreshes"])
           1
         """
+        args, kwargs = fork_streams((args, kwargs))
         return self.oracle(params, *args, targets=targets, **kwargs).value_and_grad()
 
 
@@ -130,6 +138,7 @@ def instrument(
     uncovered: str = "diagonal",
     max_factor: int = 4096,
     output: Callable[[Any], jax.Array] | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
     variables: Mapping[str, Any] | None = None,
     rngs: Mapping[str, jax.Array] | jax.Array | None = None,
     **kwargs: Any,
@@ -156,9 +165,18 @@ def instrument(
       sharing: ``"expand"`` (every place where weights are shared is a sample) or ``"reduce"``
         (inputs are averaged, output gradients summed over the axes after the first). Embed always
         expands.
-      uncovered: ``"diagonal"`` or ``"error"``, for parameters that no rule covers.
+      uncovered: ``"diagonal"`` or ``"error"``, for parameters that no rule covers. These are also
+        parameters that are used outside their layer, too, and those that the likelihood does not
+        see (a head that ``output`` leaves out): their block is the identity, and they have no part
+        in ``kl_clip``.
       max_factor: larger sides of a block are kept as their diagonal.
       output: picks what the likelihood sees from what the model returns.
+      axis_name: the axis, or axes, of ``jax.pmap`` or ``jax.shard_map`` over which batches are
+        split. Whatever is measured on a batch is then that of the whole batch, the same on every
+        replica: loss and gradient of ``net.value_and_grad`` and ``oracle.loss``, statistics,
+        divergences, calibration, and ``oracle.variables``. ``weights`` count by their sum over all
+        replicas, and each draws labels of its own from the same ``key``. ``()`` says that replicas
+        are independent, such as seeds.
       variables: the model's variables, or their shapes, if ``model.init`` cannot be called with
         these arguments.
       rngs: keys by name, if a Linen model needs others than ``params`` and ``dropout``, or an NNX
@@ -200,20 +218,63 @@ def instrument(
     check_choice("sharing", sharing, ("expand", "reduce"))
     check_choice("uncovered", uncovered, ("diagonal", "error"))
     check_count("max_factor", max_factor)
-    if not isinstance(likelihood, Likelihood):
+    if isinstance(likelihood, type) or not isinstance(likelihood, Likelihood):
         raise ValueError(
             f"likelihood must implement kldwrm_jax.Likelihood, as kldwrm_jax.Categorical() does, "
             f"got {likelihood!r}"
         )
+    if output is not None and not callable(output):
+        raise ValueError(
+            f"output must be a function of what the model returns, such as lambda out: out[0], "
+            f"got {output!r}"
+        )
     adapter = _adapter(model, Options(bias, sharing, max_factor))
-    found = survey(adapter, output, Call(args, kwargs, variables or {}, rngs))
-    if uncovered == "error" and found.uncovered:
-        notes = "; ".join(f"{path} ({found.layers[path].note})" for path in found.uncovered)
+    axis, call = BatchAxis.named(axis_name), Call(args, kwargs, variables or {}, rngs)
+    found, outputs = _surveyed(adapter, output, call, axis)
+    missed = (*found.uncovered, *found.unseen)
+    if uncovered == "error" and missed:
+        notes = "; ".join(f"{path} ({found.layers[path].note})" for path in missed)
         raise ValueError(
             f"uncovered='error' and no rule covers {notes}. Pass uncovered='diagonal' to give them "
             f"diagonal blocks, or train them with another optimizer through optax.partition"
         )
-    return Instrumented(found.layers, likelihood, fisher, found)
+    _check_outputs(likelihood, fisher, outputs)
+    return Instrumented(found.layers, likelihood, fisher, found, axis)
+
+
+def _surveyed(
+    adapter: Adapter, output: Callable[[Any], Any] | None, call: Call, axis: BatchAxis
+) -> tuple[Model, jax.ShapeDtypeStruct]:
+    try:
+        return axis.bound(lambda: survey(adapter, output, call))
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise ValueError(
+            f"the model uses a named axis, as BatchNorm(axis_name='batch') does, that instrument "
+            f"does not know: pass instrument(..., axis_name='batch'), got axis_name="
+            f"{axis.names!r} ({str(error).splitlines()[0]})"
+        ) from error
+
+
+_MANY_PASSES = 1000
+
+
+def _check_outputs(likelihood: Likelihood, fisher: str, outputs: Any) -> None:
+    """An error if the likelihood cannot take these outputs, a warning if they make it slow."""
+    if outputs.ndim < likelihood.event_ndim:
+        raise ValueError(
+            f"the likelihood sees an array of shape {outputs.shape}, and its events have "
+            f"{likelihood.event_ndim} axes: output must pick outputs of shape (*samples, *event)"
+        )
+    passes = LikelihoodTerm(likelihood, fisher, None, None, None).backward_passes(outputs)
+    if passes > _MANY_PASSES:
+        warnings.warn(
+            f"fisher='exact' takes {passes:,} backward passes at every refresh for outputs of "
+            f"shape {outputs.shape}, one for each dimension of an event and each position of an "
+            f"example: fisher='sampled' takes one",
+            stacklevel=3,
+        )
 
 
 def _adapter(model: Any, options: Options) -> Adapter:

@@ -22,6 +22,7 @@ from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.layer_call import Options
 from kldwrm_jax.capture.model import Adapter
 from kldwrm_jax.capture.readers import LayerMethod, ModuleCall
+from kldwrm_jax.capture.tag import TaggedLeaf
 from kldwrm_jax.capture.trace import Attached, CallSite, Path, TraceRecord, capture, recording
 
 _OURS = "kldwrm:"  # begins the names of what is added to a layer's params
@@ -44,7 +45,12 @@ class LinenAdapter(Adapter):
             def init(call: Call) -> Any:
                 return self.module.init(_rngs(call) or {}, *call.args, **call.kwargs)
 
-            variables = dict(jax.eval_shape(init, call))
+            try:
+                variables = dict(jax.eval_shape(init, call))
+            except ZeroDivisionError as error:
+                raise ValueError(
+                    "model.init divides by zero: Flax cannot initialise layers of width 0"
+                ) from error
         return variables.pop("params", {}), dataclasses.replace(call, variables=variables)
 
     def bind(self, params: Any, call: Call) -> tuple[Any, Call]:
@@ -59,9 +65,13 @@ class LinenAdapter(Adapter):
             if attached is not None:
                 interceptor = Interceptor(self.options, record)
                 stack.enter_context(nn.intercept_methods(interceptor))
+                record.find_leaf = interceptor.find_leaf
                 flat = dict(flatten_dict(_as_dict(params)))
+                tagged: dict[Path, Path] = {("/".join(path),): path for path in flat}
                 for path, own in attached.items():
-                    flat |= {(*path, interceptor.prefix + name): x for name, x in own.items()}
+                    *module, name = tagged.get(path, (*path, ""))
+                    prefix = interceptor.prefix(name)
+                    flat |= {(*module, prefix + key): x for key, x in own.items()}
                 params = _labelled(unflatten_dict(flat), label)
             variables, mutable = {"params": params, **call.variables}, list(call.variables)
             out, after = self.module.apply(
@@ -101,12 +111,30 @@ class Interceptor:
     """Records the modules that are called, and observes the layers among them."""
 
     def __init__(self, options: Options, record: TraceRecord):
-        # A function that is compiled for one instrumented model must not serve another.
-        self.prefix = f"{_OURS}{options.sharing}:"
         self._options, self._module_types = options, record.module_types
+        self._modules: tuple[nn.Module, ...] = ()  # those that are called now, innermost last
         self._path: Path = ()  # of the module that the paths of modules are relative to
         self._wrapper: str | None = None  # what reparametrises the modules that are called now
         self._asleep = False
+
+    def prefix(self, tagged: str = "") -> str:
+        """Begins the names of what is attached to a layer, or to one tagged parameter."""
+        # A function that is compiled for one instrumented model must not serve another.
+        return f"{_OURS}{self._options.sharing}{'@' * bool(tagged)}{tagged}:"
+
+    def find_leaf(self, given: Any) -> TaggedLeaf | None:
+        """The parameter that a tag is given, of a module that is being called."""
+        for module in (m for m in reversed(self._modules) if m.scope is not None):
+            params = dict(flatten_dict(_as_dict(module.variables.get("params", {}))))
+            for keys in [keys for keys, x in params.items() if x is given]:
+                path = "/".join((*self._path, *module.path, *keys))
+                if self._wrapper is not None:
+                    raise ValueError(f"{path!r} is tagged, but reparametrised by {self._wrapper}")
+                start = self.prefix(keys[-1])
+                beside = {k[-1]: x for k, x in params.items() if k[:-1] == keys[:-1]}
+                own = {k.removeprefix(start): x for k, x in beside.items() if k.startswith(start)}
+                return TaggedLeaf(given, own, path, self._options, "")
+        return None
 
     def __call__(
         self, next_fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any], context: Any
@@ -123,7 +151,8 @@ class Interceptor:
         if isinstance(module, readers.REPARAMETRISATIONS) and context.method_name == "__call__":
             with self._set("_wrapper", type(module).__name__):
                 return next_fun(*args, **kwargs)
-        out = next_fun(*args, **kwargs)
+        with self._set("_modules", (*self._modules, module)):
+            out = next_fun(*args, **kwargs)
         if module.scope is None:
             return out
         path = self._path + module.path
@@ -145,8 +174,8 @@ class Interceptor:
     ) -> Any:
         params = nn.unbox(dict(module.variables.get("params", {})))
         own = {name: x for name, x in params.items() if not isinstance(x, Mapping)}
-        n = len(self.prefix)
-        attached = {name[n:]: x for name, x in own.items() if name.startswith(self.prefix)}
+        start = self.prefix()
+        attached = {k.removeprefix(start): x for k, x in own.items() if k.startswith(start)}
         shapes = {name: jnp.shape(x) for name, x in own.items() if not name.startswith(_OURS)}
 
         def without_affine() -> jax.Array:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kldwrm_jax.batch_axis import zeros
 from kldwrm_jax.capture.captured_layer import Bases
 from kldwrm_jax.capture.oracle import Oracle
 from kldwrm_jax.curvature.blocks import Factors
@@ -28,15 +29,9 @@ class SplitOracle(Oracle):
         """Every block's curvature on the whole batch: the mean over its parts."""
         return self._mean(lambda part: part.factors(bases))
 
-    def value_and_grad(self) -> tuple[jax.Array, Any, "SplitOracle"]:
-        """Loss and gradient, and the oracle with the variables after: their mean over the parts."""
-
-        def one(part: Oracle) -> tuple[jax.Array, Any, Any]:
-            loss, gradient, done = part.value_and_grad()
-            return loss, gradient, done.variables
-
-        loss, gradient, variables = self._mean(one)
-        return loss, gradient, dataclasses.replace(self, after=variables)
+    def _value_and_grad_here(self) -> tuple[jax.Array, Any, Any]:
+        """Of all parts, before replicas exchange anything; other variables are the parts' mean."""
+        return self._mean(lambda part: part._value_and_grad_here())
 
     def outputs(self, params: Any) -> jax.Array:
         """The network's outputs on the whole batch; their gradient keeps one part's residuals."""
@@ -88,7 +83,8 @@ class SplitOracle(Oracle):
         def add(total: Any, i: jax.Array) -> tuple[Any, None]:
             part, own = self._part(i), jnp.asarray(1 / self.parts)
             if self.term.weights is not None and part.term.weights is not None:
-                own = part.term.weights.sum() / self.term.weights.sum()
+                weights = part.term.weights.sum(), self.term.weights.sum()
+                own = jnp.divide(*self.term.axis.sum(weights))
 
             def plus(x: jax.Array, new: jax.Array) -> jax.Array:
                 if not jnp.issubdtype(new.dtype, jnp.floating):
@@ -97,9 +93,8 @@ class SplitOracle(Oracle):
 
             return jax.tree.map(plus, total, function(part)), None
 
-        likes = jax.eval_shape(function, self._part(jnp.zeros((), int)))
-        zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), likes)
-        return jax.lax.scan(add, zeros, jnp.arange(self.parts))[0]
+        empty = zeros(jax.eval_shape(function, self._part(jnp.zeros((), int))))
+        return jax.lax.scan(add, empty, jnp.arange(self.parts))[0]
 
 
 def _is_key(x: Any) -> bool:

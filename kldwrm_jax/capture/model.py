@@ -53,8 +53,9 @@ class Model:
     output: Callable[[Any], Any] | None  # picks what the likelihood sees
     layers: Layers  # every curvature block
     captured: tuple[CapturedLayer, ...]
-    uncovered: tuple[str, ...]  # paths of the parameters that no captured layer has
-    mixing: tuple[Path, ...]  # layers in which examples depend on each other
+    uncovered: tuple[str, ...] = ()  # parameters that no captured layer has
+    unseen: tuple[str, ...] = ()  # parameters that the likelihood does not see
+    mixing: tuple[Path, ...] = ()  # layers in which examples depend on each other
 
     def outputs(self, params: Any, call: Call) -> jax.Array:
         """What the likelihood sees. Updates of other variables are dropped."""
@@ -66,10 +67,17 @@ class Model:
         return self._picked(out), variables
 
     def _picked(self, out: Any) -> jax.Array:
-        out = out if self.output is None else self.output(out)
+        returned, source = type(out).__name__, "the model"
+        if self.output is not None:
+            source = "output"
+            try:
+                out = self.output(out)
+            except Exception as error:
+                error.add_note(f"output is given what the model returns, here a {returned}")
+                raise
         if not hasattr(out, "shape"):
             raise ValueError(
-                f"the model returns a {type(out).__name__}: pass instrument(..., output=f) with an "
+                f"{source} returns a {type(out).__name__}: pass instrument(..., output=f) with an "
                 f"f that picks the array that the likelihood sees, such as lambda out: out[0]"
             )
         return out.astype(jnp.promote_types(out.dtype, jnp.float32))
@@ -85,6 +93,7 @@ class Model:
         probes: dict[Path, Arrays],
         weights: jax.Array | None = None,
         bases: Bases = NO_BASES,
+        label: str = "observed",
     ) -> tuple[jax.Array, TraceRecord]:
         """:meth:`outputs`, whose cotangents for ``probes`` are the statistics.
 
@@ -95,7 +104,7 @@ class Model:
             layer.path: probes[layer.path] | layer.constants(weights, bases)
             for layer in self.captured
         }
-        out, _, record = self.adapter.run(params, call, attached, "observed")
+        out, _, record = self.adapter.run(params, call, attached, label)
         return self._picked(out), record
 
     def factors(self, collected: dict[Path, Arrays], scale: float) -> dict[str, Factors]:

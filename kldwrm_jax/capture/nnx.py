@@ -17,15 +17,24 @@ import jax
 from flax import nnx
 
 from kldwrm_jax.capture import readers
-from kldwrm_jax.capture.call import Call
+from kldwrm_jax.capture.call import Call, Slot
 from kldwrm_jax.capture.layer_call import Options
 from kldwrm_jax.capture.model import Adapter
 from kldwrm_jax.capture.readers import LayerMethod, ModuleCall
-from kldwrm_jax.capture.trace import Attached, CallSite, Path, TraceRecord, capture, recording
-from kldwrm_jax.curvature.layer_spec import Arrays
+from kldwrm_jax.capture.tag import TaggedLeaf, tag
+from kldwrm_jax.capture.trace import (
+    Attached,
+    CallSite,
+    Path,
+    TraceRecord,
+    capture,
+    current_record,
+    recording,
+)
 from kldwrm_jax.paths import leaves_by_path
 
 _OURS = "kldwrm_"  # begins the names of what is added to a layer
+_TAGS = _OURS + "tag:"  # and to a tagged parameter
 _PARAMETERS = ("kernel", "embedding", "scale", "bias")  # a layer is where the first of them is
 
 
@@ -40,6 +49,7 @@ class NNXAdapter(Adapter):
     def example(self, call: Call) -> tuple[Any, Call]:
         """With the parameters of the model that was instrumented."""
         others = call.variables or self.others
+        call = _streams_apart(call)
         return self.params, dataclasses.replace(call, variables=others, graph=self.graph)
 
     def bind(self, params: Any, call: Call) -> tuple[Any, Call]:
@@ -61,6 +71,7 @@ class NNXAdapter(Adapter):
                 f"model itself, or variables=nnx.state(model, nnx.Not(nnx.Param))"
             )
         others = _values(others) if others else nnx.State({})
+        call = _streams_apart(call)
         return params, dataclasses.replace(call, variables=others, graph=graph)
 
     def run(
@@ -68,18 +79,15 @@ class NNXAdapter(Adapter):
     ) -> tuple[Any, Any, TraceRecord]:
         """On a copy, whose layers observe themselves if anything is attached."""
         model: Any = nnx.merge(call.graph, _values(params), call.variables, copy=True)
-        kwargs = dict(call.kwargs)
-        if isinstance(call.rngs, Mapping):
-            kwargs["rngs"] = nnx.Rngs(**call.rngs)
-        elif call.rngs is not None:
-            kwargs["rngs"] = nnx.Rngs(call.rngs)
+        args, kwargs = _with_streams(call)
         with recording() as record:
             if attached is not None:
                 for keys, module in nnx.iter_modules(model):
                     record.module_types[tuple(map(str, keys))] = type(module).__name__
+                record.find_leaf = functools.partial(_find_leaf, record)
                 for module, place in _places(model, self.options, label):
-                    _make_observed(module, place, attached.get(place.path, {}))
-            out = model(*call.args, **kwargs)
+                    _make_observed(module, place, attached)
+            out = model(*args, **kwargs)
         return out, _values(nnx.state(model, nnx.Not(nnx.Param))), record
 
 
@@ -111,27 +119,70 @@ def _values(tree: Any) -> Any:
     )
 
 
+def _is_stream(x: Any) -> bool:
+    return isinstance(x, nnx.Rngs | nnx.RngStream)
+
+
+def _streams_apart(call: Call) -> Call:
+    """The call with copies of its random streams, ``nnx.Rngs``, among ``rngs``."""
+    kwargs, states = dict(call.kwargs), []
+    if _is_stream(call.rngs):
+        kwargs["rngs"] = call.rngs
+    elif isinstance(call.rngs, Mapping):
+        kwargs["rngs"] = nnx.Rngs(**call.rngs)
+    elif call.rngs is not None:
+        kwargs["rngs"] = nnx.Rngs(call.rngs)
+
+    def put_aside(x: Any) -> Any:
+        if not _is_stream(x):
+            return x
+        graph, state = nnx.split(x)
+        states.append(_values(state))
+        return Slot(len(states) - 1, graph)
+
+    args, kwargs = jax.tree.map(put_aside, (call.args, kwargs), is_leaf=_is_stream)
+    return dataclasses.replace(call, args=args, kwargs=kwargs, rngs=tuple(states))
+
+
+def _with_streams(call: Call) -> tuple[tuple, dict[str, Any]]:
+    """Arguments with random streams of their own for one run."""
+
+    def fill(x: Any) -> Any:
+        return nnx.merge(x.graph, call.rngs[x.index], copy=True) if isinstance(x, Slot) else x
+
+    args, kwargs = jax.tree.map(fill, (call.args, dict(call.kwargs)))
+    return args, kwargs
+
+
+def fork_streams(arguments: Any) -> Any:
+    """Arguments with new random streams, forked from those given, which advance."""
+    return jax.tree.map(lambda x: x.fork() if _is_stream(x) else x, arguments, is_leaf=_is_stream)
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a layer is in its model. Static, so that compiled functions serve one place alone."""
+    """Where a module is in its model. Static, so that compiled functions serve one place alone."""
 
-    path: Path  # of the layer's parameters
-    parameters: tuple[tuple[str, str], ...]  # their names in the layer, and their paths
-    wrapper: str | None  # the type of what reparametrises the layer
+    path: Path  # of the module's parameters
+    parameters: tuple[tuple[str, str], ...]  # their names in the module, and their paths
+    wrapper: str | None  # the type of what reparametrises the module
     options: Options
     label: str
 
 
 def _places(model: nnx.Module, options: Options, label: str) -> list[tuple[Any, Place]]:
-    """Every layer and its place; layers that share all their parameters share it."""
+    """Every module that has parameters or is a layer, and its place.
+
+    Layers that share all their parameters share it.
+    """
     paths = {id(x): keys for keys, x in nnx.iter_graph(model) if isinstance(x, nnx.Param)}
     modules = list(nnx.iter_modules(model))
     wrappers = [(keys, m) for keys, m in modules if isinstance(m, readers.REPARAMETRISATIONS)]
     found = []
     for keys, module in modules:
-        if _known_layer(type(module)) is None:
-            continue
         own = {name: paths[id(x)] for name, x in vars(module).items() if id(x) in paths}
+        if not own and _known_layer(type(module)) is None:
+            continue
         path = next((own[name][:-1] for name in _PARAMETERS if name in own), keys)
         around = (type(m).__name__ for outer, m in wrappers if keys[: len(outer)] == outer)
         parameters = tuple((name, "/".join(map(str, p))) for name, p in sorted(own.items()))
@@ -140,18 +191,48 @@ def _places(model: nnx.Module, options: Options, label: str) -> list[tuple[Any, 
     return found
 
 
-def _make_observed(module: Any, place: Place, attached: Arrays) -> None:
-    """Makes a layer, which is nobody else's, observe itself."""
-    variable: Any = next((type(getattr(module, name)) for name, _ in place.parameters), nnx.Param)
+def _make_observed(module: Any, place: Place, attached: Attached) -> None:
+    """Makes a module, which is nobody else's, observe itself, and be found by tags."""
     cls: Any = type(module)
+    variables: dict[str, Any] = {name: type(getattr(module, name)) for name, _ in place.parameters}
     object.__setattr__(module, "__class__", _observed_class(cls))
     module.kldwrm_place = place
-    for name, x in attached.items():
-        setattr(module, _OURS + name, _subclass(variable)(x))
+    first: Any = next(iter(variables.values()), nnx.Param)
+    for name, x in attached.get(place.path, {}).items():
+        setattr(module, _OURS + name, _subclass(first)(x))
+    for parameter, path in place.parameters:
+        for name, x in attached.get((path,), {}).items():
+            setattr(module, _tagged(parameter) + name, _subclass(variables[parameter])(x))
+
+
+def _tagged(parameter: str) -> str:
+    """How the names of what is attached to a tagged parameter begin."""
+    return f"{_TAGS}{parameter}:"
+
+
+def _find_leaf(record: TraceRecord, given: Any) -> TaggedLeaf | None:
+    """The parameter that a tag is given: a variable that a module has read, or its value."""
+    for variable, module in record.read_variables:
+        if given is not variable and given is not variable.get_raw_value():
+            continue
+        place: Place = module.kldwrm_place
+        own = {name: x for name, x in vars(module).items() if isinstance(x, nnx.Variable)}
+        name = next(name for name, x in own.items() if x is variable)
+        path = dict(place.parameters).get(name)
+        if path is None:
+            return None
+        if place.wrapper is not None:
+            raise ValueError(f"{path!r} is tagged, but reparametrised by {place.wrapper}")
+        prefix = _tagged(name)
+        attached = {
+            key.removeprefix(prefix): x[...] for key, x in own.items() if key.startswith(prefix)
+        }
+        return TaggedLeaf(variable.get_raw_value(), attached, path, place.options, place.label)
+    return None
 
 
 def _known_layer(cls: type) -> type | None:
-    return next((base for base in cls.__mro__ if base in readers.NNX), None)
+    return next((base for base in cls.__mro__ if base in readers.NNX or base is nnx.LoRA), None)
 
 
 @functools.cache
@@ -159,11 +240,41 @@ def _observed_class(cls: type) -> type:
     """A subclass that observes what a class does through the calls of its base, a known layer."""
     layer: Any = _known_layer(cls)
     if cls is not layer:
-        return _subclass(cls, _observed_class(layer))
-    observed = _subclass(cls)
+        others = () if layer is None else (_observed_class(layer),)
+        return _remembers_reads(_subclass(cls, *others))
+    observed = _remembers_reads(_subclass(cls))
+    if layer is nnx.LoRA:
+        observed.__call__ = _tagged_lora
+        return observed
     for method in readers.NNX[layer]:
         setattr(observed, method.name, _observed_method(method))
     return observed
+
+
+def _remembers_reads(cls: Any) -> Any:
+    """Has a class remember which module a variable was read from, for tags."""
+    inherited = cls.__getattribute__
+
+    def read(self: Any, name: str) -> Any:
+        value = inherited(self, name)
+        record = current_record()
+        if record is not None and isinstance(value, nnx.Variable):
+            record.read_variables.append((value, self))
+        return value
+
+    cls.__getattribute__ = read
+    return cls
+
+
+def _tagged_lora(self: Any, x: jax.Array, **kwargs: Any) -> jax.Array:
+    """A LoRA as the two matrix products that it is."""
+    if not {"lora_a", "lora_b"} <= {name for name, _ in self.kldwrm_place.parameters}:
+        return nnx.LoRA.__call__(self, x, **kwargs)
+    a, b = self.lora_a, self.lora_b
+    x, a_value, b_value = self.promote_dtype((x, a[...], b[...]), dtype=self.dtype)
+    z = tag(a, x, x @ a_value)
+    out = tag(b, z, z @ b_value)
+    return out if self.base_module is None else out + self.base_module(x, **kwargs)
 
 
 @functools.cache
@@ -184,7 +295,8 @@ def _observed_method(method: LayerMethod) -> Callable[..., Any]:
         variables = {name: x for name, x in vars(self).items() if isinstance(x, nnx.Variable)}
         ours = {name for name in variables if name.startswith(_OURS)}
         shapes = {name: x.shape for name, x in variables.items() if name not in ours}
-        attached = {name.removeprefix(_OURS): variables[name][...] for name in ours}
+        mine = (name for name in ours if not name.startswith(_TAGS))
+        attached = {name.removeprefix(_OURS): variables[name][...] for name in mine}
 
         def without_affine() -> jax.Array:
             bare = nnx.clone(self)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from kldwrm_jax.batch_axis import vary_like
 from kldwrm_jax.curvature.layer_spec import Arrays
 
 ToRows = Callable[[jax.Array], jax.Array]
@@ -111,7 +112,8 @@ def _transpose(g: Any, *operands: Any, params: ObserveParams) -> list[Any]:
         if not ad.is_undefined_primal(probe):
             return None
         shape, dtype = probe.aval.shape, probe.aval.dtype
-        return collected[name].astype(dtype) if name in collected else jnp.zeros(shape, dtype)
+        own = collected[name].astype(dtype) if name in collected else jnp.zeros(shape, dtype)
+        return vary_like(own, probe.aval)
 
     cotangents = map(cotangent, params.probes, probes)
     return [g if ad.is_undefined_primal(z) else None, *cotangents, None, *(None for _ in constants)]

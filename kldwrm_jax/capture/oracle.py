@@ -49,30 +49,40 @@ class Oracle:
         bases = bases or NO_BASES
         for name in bases:
             self.model.layers[name]  # an error if there is no such block
-        paths, term = self.model.uncovered, self.term
-        run = run_forward(self.model, self.params, self.call, paths, term.weights, bases)
+        self._check_axis()
+        paths, term, axis = self.model.uncovered, self.term, self.term.axis
+        params, probes = axis.varying((self.params, self.model.probes(bases)))
+        run = run_forward(self.model, params, self.call, paths, probes, term.weights, bases)
+        leaves = leaves_by_path(self.params)
         directions, scale = term.directions(run.outputs, run.mixing)
-        collected = run.statistics(directions, term.positions(run.outputs))
+        collected = axis.sum(run.statistics(directions, term.positions(run.outputs)))
         made = self.model.factors(collected, scale)
         if self.model.uncovered:
             signs = term.random_signs(directions)
             _, gradients = run.vjp(jnp.sum(signs * directions, axis=0))
             for path in self.model.uncovered:
-                made[path] = scale * gradients[path].astype(float) ** 2
+                made[path] = scale * axis.sum(gradients[path].astype(float) ** 2)
+        made |= {path: jnp.ones(jnp.shape(leaves[path])) for path in self.model.unseen}
         return {block.name: made[block.name] for block in self.model.layers}
 
     def value_and_grad(self) -> tuple[jax.Array, Any, "Oracle"]:
         """Loss and gradient at the oracle's parameters, and the oracle with the variables after."""
+        self._check_axis()
+        loss, gradient, variables = self._value_and_grad_here()
+        loss, gradient = self.term.axis.sum((loss, gradient))
+        return loss, gradient, dataclasses.replace(self, after=self.term.axis.mean(variables))
+
+    def _value_and_grad_here(self) -> tuple[jax.Array, Any, Any]:
+        """This replica's part of loss and gradient, and its other variables after the pass."""
+        params = self.term.axis.varying(self.params)
 
         def loss(leaves: Leaves) -> tuple[jax.Array, Any]:
-            params = replace_leaves(self.params, leaves)
-            outputs, variables = self.model.outputs_and_variables(params, self.call)
-            return self.term.loss(outputs), variables
+            own = replace_leaves(params, leaves)
+            outputs, variables = self.model.outputs_and_variables(own, self.call)
+            return self.term.loss_here(outputs), variables
 
-        leaves = leaves_by_path(self.params)
-        (value, after), gradients = jax.value_and_grad(loss, has_aux=True)(leaves)
-        gradient = replace_leaves(self.params, gradients)
-        return value, gradient, dataclasses.replace(self, after=after)
+        (value, after), gradients = jax.value_and_grad(loss, has_aux=True)(leaves_by_path(params))
+        return value, replace_leaves(params, gradients), after
 
     @property
     def variables(self) -> Any:
@@ -84,17 +94,39 @@ class Oracle:
             )
         return self.after
 
+    @property
+    def event_size(self) -> int:
+        """How many numbers the outputs have for one sample."""
+        return self.term.event_size(jax.eval_shape(self.outputs, self.params))
+
     def outputs(self, params: Any) -> jax.Array:
-        """The network's outputs on this batch at other parameters, with the same dropout masks."""
+        """The network's outputs on this batch at other parameters, with the same dropout masks.
+
+        Where the batch is split over replicas, these are the outputs of the part that is here.
+        """
         return self.model.outputs(params, self.call)
 
     def loss(self, params: Any) -> jax.Array:
         """Mean negative log-likelihood of the targets at other parameters."""
-        return self.term.loss(self.outputs(params))
+        return self.term.loss(self.outputs(self.averaging_gradient(params)))
+
+    def averaging_gradient(self, params: Any) -> Any:
+        """The same parameters, for functions of ``outputs`` that end in a mean over replicas.
+
+        Their gradient by the parameters is then that mean's, too, and the same on every replica.
+        """
+        self._check_axis()
+        return self.term.axis.averaging_gradient(params)
 
     def divergence(self, outputs1: jax.Array, outputs2: jax.Array) -> jax.Array:
         """Mean symmetric KL divergence between two networks' outputs on this batch."""
+        self._check_axis()
         return self.term.divergence(outputs1, outputs2)
+
+    def _check_axis(self) -> None:
+        """An error if the batch is split over an axis that ``instrument`` was not told of."""
+        term = self.term
+        term.axis.check(self.params, (self.call, term.targets, term.weights))
 
     def quadratic(self, step: Any) -> jax.Array:
         r""":math:`\frac12 s'F s`: the divergence of a step to second order.
@@ -131,13 +163,13 @@ class Oracle:
             lambda leaves: self.outputs(replace_leaves(self.params, leaves)), leaves
         )
         outputs, changes = optax.tree.cast((outputs, jax.vmap(jvp)(tangents)), float)
-        slope = jax.grad(lambda h: self.divergence(outputs, h))
+        slope = jax.grad(lambda h: self.term.divergence_here(outputs, h))
         _, output_fisher = jax.linearize(slope, outputs)
         curved = jax.vmap(output_fisher)(changes)
         k = len(columns)
         highest = jax.lax.Precision.HIGHEST
         gram = jnp.matmul(changes.reshape(k, -1), curved.reshape(k, -1).T, precision=highest)
-        return gram, self.term.samples(outputs)
+        return self.term.axis.sum(gram), self.term.samples(outputs)
 
     @property
     def batch_size(self) -> int:

@@ -99,6 +99,24 @@ def _batch_norm(call: ModuleCall) -> LayerCall:
     return dataclasses.replace(read, mixes_examples=not averages)
 
 
+def _with_own_product(read: Reader) -> Reader:
+    """A reader of products that a layer may compute by a ``dot_general`` of its own."""
+    note = "its own dot_general is taken for a matrix product"
+
+    def noted(call: ModuleCall) -> LayerCall | str:
+        made, module = read(call), call.module
+        plain = module.dot_general in (None, jax.lax.dot_general)
+        if isinstance(made, str) or (plain and getattr(module, "dot_general_cls", None) is None):
+            return made
+        blocks = (
+            dataclasses.replace(block, note="; ".join(filter(None, (block.note, note))))
+            for block in made.spec.blocks
+        )
+        return dataclasses.replace(made, spec=dataclasses.replace(made.spec, blocks=tuple(blocks)))
+
+    return noted
+
+
 _dense = functools.partial(layer_call.einsum, equation="...i,io->...o")
 _conv = functools.partial(_convolution, nn.Conv)
 _conv_transpose = functools.partial(_convolution, nn.ConvTranspose)
@@ -106,8 +124,8 @@ _embed = functools.partial(layer_call.embedding, attends=False)
 _attend = functools.partial(layer_call.embedding, attends=True)
 
 TABLE: tuple[tuple[Reader, str, type[nn.Module], type[nnx.Module]], ...] = (
-    (_dense, "__call__", nn.Dense, nnx.Linear),
-    (_dense_general, "__call__", nn.DenseGeneral, nnx.LinearGeneral),
+    (_with_own_product(_dense), "__call__", nn.Dense, nnx.Linear),
+    (_with_own_product(_dense_general), "__call__", nn.DenseGeneral, nnx.LinearGeneral),
     (_einsum, "__call__", nn.Einsum, nnx.Einsum),
     (_conv, "__call__", nn.Conv, nnx.Conv),
     (_conv_transpose, "__call__", nn.ConvTranspose, nnx.ConvTranspose),

@@ -11,24 +11,41 @@ import jax.numpy as jnp
 
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.captured_layer import CapturedLayer
+from kldwrm_jax.capture.dependence import Dependence, find_dependence
 from kldwrm_jax.capture.model import Adapter, Model
 from kldwrm_jax.capture.stack import Stack, find_stacks
 from kldwrm_jax.capture.trace import SENTINEL, CallSite, Path, TraceRecord
 from kldwrm_jax.curvature import Diagonal, LayerBlock, Layers, Parameter
-from kldwrm_jax.curvature.layer_spec import LayerSpec, Shape
+from kldwrm_jax.curvature.layer_spec import Embedding, LayerSpec, Shape
 from kldwrm_jax.paths import leaves_by_path
 
 Shapes = Mapping[str, Shape]  # of parameters, by path
 Trace = Callable[[Mapping[Path, Any]], TraceRecord]
 
 _labels = (f"survey {i}" for i in itertools.count())
+_UNSEEN = (
+    "the likelihood does not see it: no curvature, plain gradient steps. Train it with another "
+    "optimizer through optax.partition, or let output= pick what it computes, too"
+)
 _SENTINEL_LENGTHS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # that no model has
 
 
-def survey(adapter: Adapter, output: Callable[[Any], Any] | None, call: Call) -> Model:
-    """Finds a model's layers and gives every parameter a block; nothing is computed."""
+def survey(
+    adapter: Adapter, output: Callable[[Any], Any] | None, call: Call
+) -> tuple[Model, jax.ShapeDtypeStruct]:
+    """Finds a model's layers and gives every parameter a block; nothing is computed.
+
+    Returns:
+      The model, and the shape of what the likelihood sees.
+    """
     params, call = adapter.example(call)
     shapes = {path: x.shape for path, x in leaves_by_path(params).items()}
+
+    empty = [f"{path!r} {shape}" for path, shape in shapes.items() if 0 in shape]
+    if empty:
+        raise ValueError(
+            f"there are parameters without entries, {', '.join(empty)}: leave layers of width 0 out"
+        )
 
     def trace(attached: Mapping[Path, Any]) -> TraceRecord:
         label, records = next(_labels), []
@@ -44,17 +61,81 @@ def survey(adapter: Adapter, output: Callable[[Any], Any] | None, call: Call) ->
     sites = {path: record.calls[path][-1][1] for path in specs}
     stacks = _find_stacks(sites, shapes, trace)
     captured = [_captured(sites[path], spec, stacks[path], shapes) for path, spec in specs.items()]
-    covered = {path for site in sites.values() for path in site.parameters.values()}
-    uncovered = tuple(path for path in shapes if path not in covered)
+    model = Model(adapter, output, Layers(()), tuple(captured), mixing=tuple(record.mixing))
+    found, outputs = _find_dependence(model, params, call)
+    for layer in captured:
+        for path in {*layer.parameters} & found.outside:
+            way_out = " (a tied head is counted if it calls attend)"
+            own = way_out if isinstance(layer.spec, Embedding) else ""
+            record.refuse(layer.parameters, f"{path} is also used outside its layer{own}")
+    return _with_blocks(model, record, found, shapes), outputs
+
+
+def _find_dependence(
+    model: Model, params: Any, call: Call
+) -> tuple[Dependence, jax.ShapeDtypeStruct]:
+    """What the outputs depend on, and their shape."""
+    label, probes = next(_labels), jax.eval_shape(model.probes)
+
+    def outputs(params: Any, call: Call, probes: Any) -> jax.Array:
+        return model.observed_outputs(params, call, probes, label=label)[0]
+
+    program, shape = jax.make_jaxpr(outputs, return_shape=True)(params, call, probes)
+    origins = [frozenset([path]) for path in leaves_by_path(params)]
+    origins += [frozenset()] * len(jax.tree.leaves(call))
+    # Dicts are flattened in the order of their keys.
+    for layer in sorted(probes):
+        origins += [frozenset([layer])] * len(jax.tree.leaves(probes[layer]))
+    parameters = {layer.path: layer.parameters for layer in model.captured}
+    return find_dependence(program, origins, parameters), shape
+
+
+def _with_blocks(model: Model, record: TraceRecord, found: Dependence, shapes: Shapes) -> Model:
+    """The model with a block for every parameter."""
+
+    def is_captured(layer: CapturedLayer) -> bool:
+        return layer.path in found.origins and not {*layer.parameters} & record.refused.keys()
+
+    captured = [layer for layer in model.captured if is_captured(layer)]
+    covered = {path for layer in captured for path in layer.parameters}
+    seen = {
+        path for layer in model.captured if layer.path in found.origins for path in layer.parameters
+    }
+    seen |= {path for path in shapes if path in found.origins}
+    if shapes and not seen:
+        raise ValueError(
+            "what the likelihood sees depends on none of the model's parameters: output must pick "
+            "an array of floating-point numbers that the layers compute"
+        )
+    uncovered = tuple(path for path in shapes if path not in covered and path in seen)
+    unseen = tuple(path for path in shapes if path not in covered and path not in seen)
     blocks = [block for layer in captured for block in layer.blocks]
-    for path in uncovered:
+    for path in (path for path in shapes if path not in covered):
         kind = record.module_types.get(tuple(path.split("/")[:-1]))
-        reason = f"there is no rule for {kind}" if kind else "no tag or known layer uses it"
-        note = f"{record.refused.get(path, reason)}: a diagonal from squared random-sign gradients"
-        parameter, kind = Parameter(path, shapes[path]), kind or "parameter"
-        blocks.append(LayerBlock(path, kind, Diagonal(), (parameter,), (shapes[path],), note))
-    layers = Layers(tuple(blocks))
-    return Model(adapter, output, layers, tuple(captured), uncovered, tuple(record.mixing))
+        if path in unseen:
+            note = _UNSEEN
+        else:
+            reason = f"there is no rule for {kind}" if kind else "no tag or known layer uses it"
+            reason = record.refused.get(path, reason)
+            note = f"{reason}: a diagonal from squared random-sign gradients"
+        blocks.append(
+            LayerBlock(
+                path,
+                kind or "parameter",
+                Diagonal(),
+                (Parameter(path, shapes[path]),),
+                (shapes[path],),
+                note,
+                unseen=path in unseen,
+            )
+        )
+    return dataclasses.replace(
+        model,
+        layers=Layers(tuple(blocks)),
+        captured=tuple(captured),
+        uncovered=uncovered,
+        unseen=unseen,
+    )
 
 
 def _agreed_specs(record: TraceRecord, shapes: Collection[str]) -> dict[Path, LayerSpec]:

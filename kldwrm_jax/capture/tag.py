@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from kldwrm_jax.capture.layer_call import Options
 from kldwrm_jax.capture.layouts import Layout, TaggedCall, kernel_name, layer_type, read
-from kldwrm_jax.capture.trace import CallSite, capture, current_record
+from kldwrm_jax.capture.trace import CallSite, TraceRecord, capture, current_record
 from kldwrm_jax.curvature.layer_spec import Arrays
 
 
@@ -64,7 +65,13 @@ for _name in (
     setattr(TaggedLeaf, f"__{_name}__", _as_value(f"__{_name}__"))
 
 
+def as_leaf(x: Any) -> TaggedLeaf | None:
+    """What is given to a tag, if it is a leaf of a function's parameters."""
+    return x if isinstance(x, TaggedLeaf) else None
+
+
 def _value_of(x: Any) -> Any:
+    x = x.get_raw_value() if isinstance(x, nnx.Variable) else x
     return x.value if isinstance(x, TaggedLeaf) else x
 
 
@@ -132,25 +139,28 @@ def tag(
     product = outputs if callable(outputs) else None
     inputs = _value_of(inputs)
     z: Any = outputs if product is None else product(inputs, _value_of(kernel))
-    record = current_record()
-    leaves: dict[str, Any] = {kernel_name(layout): kernel} | (
-        {} if bias is None else {"bias": bias}
-    )
-    if not isinstance(kernel, TaggedLeaf) and (record is None or not record.takes_tags):
+    given: dict[str, Any] = {kernel_name(layout): kernel}
+    given |= {} if bias is None else {"bias": bias}
+    find_leaf = (current_record() or TraceRecord()).find_leaf
+    if find_leaf is None and not isinstance(kernel, TaggedLeaf):
         return z
-    for name, leaf in leaves.items():
-        if not isinstance(leaf, TaggedLeaf):
+    leaves: dict[str, TaggedLeaf] = {}
+    for name, leaf in given.items():
+        found = (find_leaf or as_leaf)(leaf)
+        if found is None:
             argument = "bias" if name == "bias" else "kernel"
             raise ValueError(
                 f"{argument} must be a leaf of the function's parameters, tagged in the example "
                 f"call of instrument already, got an array of shape {jnp.shape(leaf)}: give tag "
                 f"the leaf itself, and transpose, cast or reshape it within the product only "
-                f"(layout describes its axes)"
+                f"(layout describes its axes). In a Linen module the leaf is what self.param "
+                f"returns, in an NNX module the variable itself, self.kernel"
             )
+        leaves[name] = found
     inputs, z = jnp.asarray(inputs), jnp.asarray(_value_of(z))
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     paths = {name: leaf.path for name, leaf in leaves.items()}
-    own: TaggedLeaf = leaves[kernel_name(layout)]
+    own = leaves[kernel_name(layout)]
     call = TaggedCall(layer_type(layout), inputs, shapes, own.options, z, product, layout)
     site = CallSite((own.path,), paths, shapes, own.attached)
     return capture(read(call), site, z)

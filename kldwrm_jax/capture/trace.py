@@ -8,7 +8,7 @@ observed.
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +42,9 @@ class TraceRecord:
     module_types: dict[Path, str] = dataclasses.field(default_factory=dict)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)  # reasons, by parameter
     mixing: list[Path] = dataclasses.field(default_factory=list)  # layers that mix examples
-    takes_tags: bool = False  # whether layers are met through tags
+    # While the trace lasts: what a tag is given as a TaggedLeaf, None if it is no parameter.
+    find_leaf: Callable[[Any], Any] | None = None
+    read_variables: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # and owners
 
     def add(self, call: LayerCall, site: CallSite) -> None:
         """A call; two layers that share some but not all of their parameters are refused."""
@@ -91,11 +93,13 @@ current_record = _current.get  # the record of the model that is being traced, i
 
 
 @contextlib.contextmanager
-def recording(*, takes_tags: bool = False) -> Iterator[TraceRecord]:
+def recording() -> Iterator[TraceRecord]:
     """Records the calls of layers that are traced meanwhile in this thread."""
-    record = TraceRecord(takes_tags=takes_tags)
+    record = TraceRecord()
     token = _current.set(record)
     try:
         yield record
     finally:
         _current.reset(token)
+        record.find_leaf = None
+        record.read_variables.clear()

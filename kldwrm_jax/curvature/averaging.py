@@ -127,7 +127,7 @@ class AveragedFisher:
     @property
     def fresh_solver(self) -> QuadraticSolver | None:
         r"""The solver, if at an inversion its :math:`B_k` is the batch's own curvature."""
-        if isinstance(self.solver, QuadraticSolver) and not self.inverse.takes_average:
+        if isinstance(self.solver, QuadraticSolver) and not self.inverse.takes_average(self.layers):
             return self.solver
         return None
 
@@ -148,6 +148,11 @@ class AveragedFisher:
             )
         streak = {name: jnp.zeros((), jnp.int32) for name in factors}
         return Averages(factors, inverses, streak)
+
+    def refresh_due(self, count: jax.Array) -> jax.Array:
+        """Whether the statistics are refreshed on this step."""
+        count = shared_count(count)
+        return count % jnp.asarray(self.refresh_every, count.dtype) == 0
 
     def if_refresh(
         self, count: jax.Array, then: Callable[[], Any], otherwise: Callable[[], Any]

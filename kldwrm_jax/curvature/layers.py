@@ -114,6 +114,8 @@ class LayerBlock:
       parameters: kernel and bias for a joint block, a single parameter otherwise.
       shapes: of its factors, ``(A, G)`` or that of the diagonal alone.
       note: why this is less than a full Kronecker block, if it is.
+      unseen: whether the likelihood does not see its parameters. Its factors are then ones, and it
+        has no part in the divergence of a step.
     """
 
     name: str
@@ -122,6 +124,7 @@ class LayerBlock:
     parameters: tuple[Parameter, ...]
     shapes: tuple[tuple[int, ...], ...]
     note: str = ""
+    unseen: bool = False
 
     @property
     def size(self) -> int:

@@ -11,6 +11,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from kldwrm_jax.batch_axis import zeros
+
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -31,12 +33,14 @@ def gradient_moment(a: jax.Array, g: jax.Array) -> jax.Array:
     if a.shape[1] == 1:  # (a_i g_j)^2 = a_i^2 g_j^2
         return jnp.einsum("nt...i,nt...j->...ij", a**2, g**2, precision=HIGHEST)
 
+    def square(a: jax.Array, g: jax.Array) -> jax.Array:
+        return jnp.einsum("t...i,t...j->...ij", a, g, precision=HIGHEST) ** 2
+
     def add(total: jax.Array, rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        gradient = jnp.einsum("t...i,t...j->...ij", *rows, precision=HIGHEST)
-        return total + gradient**2, None
+        return total + square(*rows), None
 
     # One example at a time: all their gradients would not fit in memory.
-    return jax.lax.scan(add, jnp.zeros((*a.shape[2:], g.shape[-1]), g.dtype), (a, g))[0]
+    return jax.lax.scan(add, zeros(jax.eval_shape(square, a[0], g[0])), (a, g))[0]
 
 
 def full_precision(x: jax.Array) -> jax.Array:

@@ -35,7 +35,7 @@ class Optimizer(NamedTuple):
 
 # The paper adds its weight decay of 0.001 to the damping and to the effective gradient.
 _STEP: Arguments = {"learning_rate": 0.01, "damping": 0.011, "weight_decay": 0.001}
-_PAPER: Arguments = {**_STEP, "refresh_every": 30, "kl_clip": 0.1}
+_PAPER: Arguments = {**_STEP, "refresh_every": 30, "kl_clip": 0.1, "true_kl_clip": None}
 _Q: Arguments = {**_PAPER, "solver": "reweighted", "block_clip": 2.0, "rho": 0.5}
 _INNER: Arguments = {"inner_steps": 10, "omega": 0.07, "capacity": 4}
 _KL: Arguments = {"kl_scale": 1 / 660, "tail": "fold"}

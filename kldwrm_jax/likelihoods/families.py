@@ -180,7 +180,8 @@ class Gaussian:
     Args:
       variance: :math:`\sigma^2`, a number > 0.
       event_ndim: how many trailing axes of the outputs make one observation. ``nll`` sums over
-        them; the axes before are samples, which are averaged.
+        them; the axes before are samples, which are averaged. Use 0 for one value a sample without
+        an axis of its own.
 
     Example:
       >>> import jax.numpy as jnp

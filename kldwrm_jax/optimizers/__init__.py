@@ -4,13 +4,14 @@ from kldwrm_jax.optimizers.family import kfac, q_kldwrm, qe_kldwrm, so_kldwrm
 from kldwrm_jax.optimizers.levenberg_marquardt import LevenbergMarquardt
 from kldwrm_jax.optimizers.precondition import precondition
 from kldwrm_jax.optimizers.self_setting import Fit
-from kldwrm_jax.optimizers.state import KLDWRMState, Monitor, diagnostics
+from kldwrm_jax.optimizers.state import KLDWRMState, Monitor, check_progress, diagnostics
 
 __all__ = [
     "Fit",
     "KLDWRMState",
     "LevenbergMarquardt",
     "Monitor",
+    "check_progress",
     "diagnostics",
     "kfac",
     "precondition",

@@ -33,6 +33,8 @@ def measure(
     """
     inverse = CachedInverse(inputs.blocks, fisher.solver, refreshed.averages.inverses, inputs.at)
     v = optax.tree.where(direction.size == 0, inverse.times(inputs.gradients.g), direction.v)
+    unseen = {p.path for block in inputs.blocks if block.unseen for p in block.parameters}
+    v = {path: jnp.zeros_like(x) if path in unseen else x for path, x in v.items()}
     blocks = fisher.times(inputs.blocks, refreshed.averages, v, inputs.at.damping)
     exact = 2 * inputs.oracle.quadratic(v) + inputs.at.damping * optax.tree.vdot(v, v)
     now = exact / optax.tree.vdot(v, blocks)

@@ -1,4 +1,4 @@
-r"""Two limits of a step: its KL divergence as a whole, and the size of every parameter's part."""
+r"""Limits of a step: its KL divergence as a whole, and the size of every parameter's part."""
 
 import dataclasses
 import math
@@ -19,9 +19,11 @@ class Clip:
 
     kl: Any  # of the whole step's quadratic divergence
     block: Any  # of every parameter's root mean square, relative to the learning rate
+    true_kl: Any = None  # of the true divergence per output; see ``true_size.py``
 
     def __post_init__(self) -> None:
-        for name, limit in (("kl_clip", self.kl), ("block_clip", self.block)):
+        limits = {"kl_clip": self.kl, "block_clip": self.block, "true_kl_clip": self.true_kl}
+        for name, limit in limits.items():
             if limit is not None:
                 check_positive(name, limit)
 

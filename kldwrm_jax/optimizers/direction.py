@@ -4,7 +4,7 @@ A refresh has two parts. First the batch is *observed*: after that it is known w
 and so what the wake remembers. Then the average is *inverted*, and the direction *solved* for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -77,7 +77,9 @@ def solve(
         if gradients.pull is not None:
             y = x if rhs is h else operator.solve(remembered)
             fisher_v |= block.scatter(operator.times_average(remembered, y))
-        sizes.append(jnp.vdot(x, right, precision=jax.lax.Precision.HIGHEST))
+        size = jnp.vdot(x, right, precision=jax.lax.Precision.HIGHEST)
+        # What the likelihood does not see has no divergence; 0 times what is not finite is nan.
+        sizes.append(0 * size if block.unseen else size)
         contractions.append(jnp.asarray(operator.contraction, float))
     return Direction(v, fisher_v, total(sizes), jnp.max(jnp.stack(contractions)), b=None)
 
@@ -124,7 +126,7 @@ def advance(
         observed, fresh = observe(fisher, before, inputs)
         return fisher.if_inversion(
             inputs.k,
-            lambda: _solve_fresh(solver, inputs, observed, fresh, kept[1]),
+            lambda: _solve_fresh(solver, inputs, observed, fresh, cached),
             lambda: cached(observed),
         )
 
@@ -136,11 +138,12 @@ def _solve_fresh(
     inputs: StepInputs,
     observed: Refreshed,
     fresh: dict[str, Factors],
-    cached: Direction,
+    cached: Callable[[Refreshed], tuple[Refreshed, Direction]],
 ) -> tuple[Refreshed, Direction]:
     r"""New inverses, and the direction with the batch's own curvature as :math:`B_k`.
 
-    The old inverses and the direction that they give stay if the new ones are not finite.
+    If they are not finite, the old inverses stay, and the direction is what those make of the
+    wake as it is now, without the blocks that restart.
     """
     names, averages = [block.name for block in inputs.blocks], observed.averages
     inputs = inputs.with_damping(observed.damping)
@@ -152,15 +155,14 @@ def _solve_fresh(
     )
     direction = solve(operators, inputs, observed.restart)
     finite = all_finite((inverses, direction))
-    if cached.b is not None:
-        direction = direction._replace(b=averages.factors | fresh)
     inverted = averages.inverses | dict(zip(names, inverses, strict=True))
-    new = averages._replace(inverses=inverted)
-    averages, direction = jax.lax.cond(
-        observed.refreshed & finite, lambda: (new, direction), lambda: (averages, cached)
+    new = observed._replace(averages=averages._replace(inverses=inverted))
+    if jax.eval_shape(cached, observed)[1].b is not None:
+        direction = direction._replace(b=averages.factors | fresh)
+    refreshed, direction = jax.lax.cond(
+        observed.refreshed & finite, lambda: (new, direction), lambda: cached(observed)
     )
-    refreshed = observed._replace(
-        averages=averages,
+    refreshed = refreshed._replace(
         refreshed=observed.refreshed & (finite | ~jnp.asarray(inputs.at.first)),
         rejected=observed.rejected | (observed.refreshed & ~finite),
     )

@@ -43,6 +43,7 @@ def kfac(
     refresh_every: int = 30,
     inverse: Inverse = _AT_EVERY_REFRESH,
     kl_clip: float | str | None = "auto",
+    true_kl_clip: float | None = 0.1,
     weight_decay: float = 0.0,
     calibrate: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -55,7 +56,8 @@ def kfac(
 
     Args:
       layers: ``net.layers`` of ``net = kldwrm_jax.instrument(model, likelihood, x)``.
-      learning_rate: :math:`1/\lambda`, a number or an Optax schedule.
+      learning_rate: :math:`1/\lambda`, a number or an Optax schedule. Below zero it is an error;
+        inside ``jit``, where a schedule's value cannot be looked at, such steps are refused.
       rho: decay of the factors' average, once a refresh.
       damping: :math:`\gamma`, a number or an Optax schedule. ``"factored"`` inverses keep the value
         that they were made with.
@@ -65,6 +67,10 @@ def kfac(
       inverse: how and when inverses are made.
       kl_clip: limit of the step's quadratic divergence, :math:`s'\bar F s`; None turns it off. With
         low damping or a high learning rate, where first steps are large, try 0.01.
+      true_kl_clip: limit of the same with the exact Fisher of the batch, for every number among the
+        outputs of an example: the blocks, or an average that is some steps old, may underestimate
+        the divergence by orders of magnitude. A JVP per refresh, and one on every step that comes
+        near the limit. None, or ``kl_clip=None``, turns it off.
       weight_decay: multiplies the parameters, and joins the gradient before it is preconditioned.
         For K-FAC this equals ``optax.add_decayed_weights`` in front of it in a chain.
       calibrate: multiplies the blocks by the ratio of the exact to the approximate quadratic KL
@@ -105,7 +111,7 @@ def kfac(
         damping=rule.damping,
         momentum=rule.momentum,
         self_setting=rule.self_setting,
-        clip=Clip(rule.kl_clip, None),
+        clip=Clip(rule.kl_clip, None, true_kl_clip),
         weight_decay=weight_decay,
         calibrate=calibrate,
         wake=None,
@@ -124,6 +130,7 @@ def so_kldwrm(
     refresh_every: int = 30,
     inverse: Inverse = _AT_EVERY_REFRESH,
     kl_clip: float | str | None = "auto",
+    true_kl_clip: float | None = 0.1,
     weight_decay: float = 0.0,
     calibrate: bool = False,
     nu: float = 0.0,
@@ -145,6 +152,7 @@ def so_kldwrm(
       refresh_every: steps between two refreshes of factors and inverses.
       inverse: how and when inverses are made.
       kl_clip: limit of the step's quadratic divergence; None turns it off.
+      true_kl_clip: see :func:`kfac`. The wake remembers the step as this shortens it.
       weight_decay: joins the effective gradient: preconditioned, but not remembered by the wake, as
         it would be by ``optax.add_decayed_weights`` in front of this in a chain.
       calibrate: see :func:`kfac`.
@@ -183,7 +191,7 @@ def so_kldwrm(
         damping=rule.damping,
         momentum=rule.momentum,
         self_setting=rule.self_setting,
-        clip=Clip(rule.kl_clip, None),
+        clip=Clip(rule.kl_clip, None, true_kl_clip),
         weight_decay=weight_decay,
         calibrate=calibrate,
         wake=check_choice("wake", wake, ("proposed", "taken")),
@@ -203,6 +211,7 @@ def q_kldwrm(
     refresh_every: int = 30,
     inverse: Inverse = _AT_EVERY_REFRESH,
     kl_clip: float | str | None = "auto",
+    true_kl_clip: float | None = 0.1,
     weight_decay: float = 0.0,
     calibrate: bool = False,
     solver: str = "exact",
@@ -228,6 +237,7 @@ def q_kldwrm(
       refresh_every: steps between two refreshes of factors and inverses.
       inverse: how and when inverses are made.
       kl_clip: limit of the step's quadratic divergence; None turns it off.
+      true_kl_clip: see :func:`kfac`. The wake remembers the step as this shortens it.
       weight_decay: see :func:`so_kldwrm`.
       calibrate: see :func:`kfac`.
       solver: ``"exact"`` diagonalises :math:`B` and :math:`\bar F` simultaneously; ``"reweighted"``
@@ -266,7 +276,7 @@ def q_kldwrm(
         damping=rule.damping,
         momentum=rule.momentum,
         self_setting=rule.self_setting,
-        clip=Clip(rule.kl_clip, block_clip),
+        clip=Clip(rule.kl_clip, block_clip, true_kl_clip),
         weight_decay=weight_decay,
         calibrate=calibrate,
         wake=check_choice("wake", wake, ("proposed", "taken")),
@@ -285,6 +295,7 @@ def qe_kldwrm(
     refresh_every: int = 30,
     inverse: Inverse = _AT_EVERY_REFRESH,
     kl_clip: float | str | None = "auto",
+    true_kl_clip: float | None = 0.1,
     weight_decay: float = 0.0,
     calibrate: bool = False,
     solver: str = "exact",
@@ -319,6 +330,7 @@ def qe_kldwrm(
       kl_clip: limit of the Q step's quadratic divergence and, with ``calibrate`` and
         ``inner="preconditioned"``, of twice the true divergence of the whole step; None turns it
         off.
+      true_kl_clip: of the whole step; see :func:`so_kldwrm`. A JVP on every step.
       weight_decay: of the Q step; see :func:`so_kldwrm`.
       calibrate: see :func:`kfac`.
       solver: see :func:`q_kldwrm`.
@@ -365,7 +377,7 @@ def qe_kldwrm(
     usual_steps, usual_omega = _INNER[inner]
     rule = step_rule(learning_rate, momentum, damping, damping_mode, fit, kl_clip, mu=2)
     quadratic = quadratic_solver_of(solver, rule.damping_mode, inverse)
-    clip = Clip(rule.kl_clip, block_clip)
+    clip = Clip(rule.kl_clip, block_clip, true_kl_clip)
     return Member(
         fisher=AveragedFisher(layers, quadratic, rho, refresh_every, inverse, rule.first_damping),
         learning_rate=rule.learning_rate,

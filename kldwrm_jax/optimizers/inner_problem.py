@@ -262,6 +262,7 @@ class Objective(NamedTuple):
         return kl + self.proximal.value(optax.tree.zeros_like(self.inputs.gradients.g))
 
     def _wake(self, s: Leaves) -> tuple[jax.Array, jax.Array]:
+        s = self.inputs.oracle.averaging_gradient(s)
         new = {path: p + s[path].astype(p.dtype) for path, p in self.here.items()}
         return self._divergences(_outputs(self.inputs.oracle, new))
 

@@ -10,8 +10,10 @@ With :math:`\mathrm{lr} = 1/\lambda_k` and everything scaled by it (see :mod:`kl
 """
 
 import dataclasses
+import functools
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,17 +21,18 @@ import jax.numpy as jnp
 import optax
 
 from kldwrm_jax import wake
-from kldwrm_jax.arguments import check_decay, check_non_negative
+from kldwrm_jax.arguments import check_decay, check_non_negative, is_known
 from kldwrm_jax.capture import Oracle
 from kldwrm_jax.curvature import AveragedFisher, Averages, CachedInverse, Refreshed, StepScalars
-from kldwrm_jax.optimizers import calibration
+from kldwrm_jax.optimizers import calibration, eager
 from kldwrm_jax.optimizers.clipping import Clip
 from kldwrm_jax.optimizers.direction import Direction, StepInputs, advance
 from kldwrm_jax.optimizers.gradients import Gradients
 from kldwrm_jax.optimizers.inner_problem import InnerProblem, Iterates, Solution
-from kldwrm_jax.optimizers.rejection import fade, fits
+from kldwrm_jax.optimizers.rejection import check_not_stuck, fade, fits
 from kldwrm_jax.optimizers.self_setting import LAST, OFFSET, PROPOSAL, SelfSetting
 from kldwrm_jax.optimizers.state import KLDWRMState, increment_if, new_monitor, next_count
+from kldwrm_jax.optimizers.true_size import limit_true_size
 from kldwrm_jax.paths import Leaves, leaves_by_path, leaves_like, replace_leaves
 from kldwrm_jax.replicas import shared_count
 
@@ -131,6 +134,30 @@ class Member:
         oracle = self._check(updates, state, params, oracle)
         if not blocks:  # everything is masked
             return updates, state
+        if not is_known((updates, state, params, oracle)):
+            return self._step(updates, state, params, oracle)
+        check_not_stuck(state.monitor.refused_in_a_row)
+        check_non_negative("learning_rate", self._scalars(state).lr)
+        if eager.holds_arrays(self):
+            eager.warn_of_slow_steps()
+            return self._step(updates, state, params, oracle)
+        return self._compiled_step(updates, state, params, oracle)
+
+    @functools.cached_property
+    def _compiled_step(self) -> Callable[..., tuple[optax.Updates, KLDWRMState]]:
+        def step(*args: Any) -> tuple[optax.Updates, KLDWRMState]:
+            return self._step(*args)
+
+        return jax.jit(step)
+
+    def _step(
+        self,
+        updates: optax.Updates,
+        state: KLDWRMState,
+        params: optax.Params | None,
+        oracle: Oracle,
+    ) -> tuple[optax.Updates, KLDWRMState]:
+        blocks = self.fisher.layers.active(leaves_by_path(updates))
         gradients = self._gradients(updates, state, params)
         at = self._scalars(state)
         step = self._solve(state, StepInputs(blocks, state.count, oracle, gradients, at))
@@ -141,6 +168,7 @@ class Member:
         else:
             step = self._set_itself(self.self_setting, state, step)
         step = self._solve_inner_problem(state, step, params)
+        step = self._limit_true_size(state, step)
         step = self._remember(state, step)
         return self._accept(updates, state, step)
 
@@ -183,7 +211,7 @@ class Member:
             direction=direction,
             s=jax.tree.map(jnp.negative, direction.v),
             # What is not finite in gradient, pull or direction is not finite in their product.
-            finite=jnp.isfinite(direction.size),
+            finite=jnp.isfinite(direction.size) & (inputs.at.lr >= 0),
             metrics={
                 "contraction": inputs.at.rho * direction.contraction,
                 "learning_rate": jnp.asarray(inputs.at.lr, float),
@@ -287,6 +315,27 @@ class Member:
             observed=step.observed | {"history": iterates.history},
         )
 
+    def _limit_true_size(self, state: KLDWRMState, step: Step) -> Step:
+        """Shortens a step whose true divergence is too large; so much of it is remembered."""
+        if self.clip.kl is None or self.clip.true_kl is None or self.self_setting is not None:
+            return step
+        at, kl_clip = step.inputs.at, step.metrics["kl_clip"]
+        factor, ratio = limit_true_size(
+            step.s,
+            kl_clip**2 * at.calibration * step.direction.size,
+            jnp.asarray(self.clip.true_kl, float),
+            step.inputs.oracle,
+            state.monitor.kl_ratio,
+            # QE's inner solver may have made any step of the one whose size is known.
+            self.fisher.refresh_due(state.count) | (self.inner_problem is not None),
+        )
+        fisher_v = optax.tree.scale(factor, step.direction.fisher_v)
+        return step._replace(
+            direction=step.direction._replace(fisher_v=fisher_v),
+            s=optax.tree.scale(factor, step.s),
+            metrics=step.metrics | {"true_kl_clip": factor, "kl_ratio": ratio},
+        )
+
     def _remember(self, state: KLDWRMState, step: Step) -> Step:
         r""":math:`R_{k+1} = \rho\,(R_k + \bar F_k s_k)`, of the minimiser or of the step taken."""
         gradients, at, memory = step.inputs.gradients, step.inputs.at, dict(step.memory)
@@ -328,6 +377,9 @@ class Member:
         for name, decay in (("pull", self.fisher.rho), ("momentum", self.nu)):
             if name in new:
                 old[name] = fade(old[name], decay, finite, step.inputs.gradients.g)
+        # The count goes on where a schedule is below zero, or it would stay there for ever.
+        passes = ~(step.inputs.at.lr >= 0)
+        old["count"] = jnp.where(passes, new["count"], old["count"])
         s, kept = optax.tree.where(taken, (step.s, new), (nothing, old))
         counters = {
             "refreshes": step.refreshed.refreshed,
@@ -335,11 +387,13 @@ class Member:
             "outliers": step.refreshed.outlier,
             "rejected_steps": ~finite,
         }
+        refused = optax.safe_increment(state.monitor.refused_in_a_row)
         kept["monitor"] = kept["monitor"]._replace(
+            refused_in_a_row=jnp.where(taken, 0, refused),
             **{
                 name: increment_if(happened, getattr(state.monitor, name))
                 for name, happened in counters.items()
-            }
+            },
         )
         return leaves_like(updates, s), state._replace(**step.observed, **kept)
 
@@ -371,6 +425,11 @@ class Member:
                 "oracle=net.oracle(params, x, ...)). With a flax TrainState use "
                 "kldwrm_jax.TrainState, whose apply_gradients(grads=grads, oracle=oracle) "
                 "forwards it"
+            )
+        if not isinstance(oracle, Oracle):
+            raise ValueError(
+                f"oracle must be made by net.oracle(params, x, ...) or net.value_and_grad(...) of "
+                f"net = kldwrm_jax.instrument(...), got a {type(oracle).__name__}"
             )
         if params is None and (not _is_zero(self.weight_decay) or self.inner_problem is not None):
             raise ValueError(

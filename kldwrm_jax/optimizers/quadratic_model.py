@@ -49,7 +49,9 @@ class QuadraticModel(NamedTuple):
         both = (ij * b[j] - jj * b[i]) / determinant, (ij * b[i] - ii * b[j]) / determinant
         return jnp.where(known, both[0], -b[i] / ii), jnp.where(known, both[1], 0)
 
-    def minimiser_given(self, i: int, j: int, other: Scalar, damping: Scalar, mu: float) -> jax.Array:
+    def minimiser_given(
+        self, i: int, j: int, other: Scalar, damping: Scalar, mu: float
+    ) -> jax.Array:
         """The best coefficient of direction ``i`` where that of ``j`` is given."""
         m = mu * self.curvature(damping)
         return -(self.slope[i] + other * m[i, j]) / m[i, i]

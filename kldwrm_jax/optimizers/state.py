@@ -1,5 +1,6 @@
 """What an optimizer of the family carries from step to step, and what it tells about itself."""
 
+import warnings
 from typing import Any, NamedTuple
 
 import chex
@@ -7,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kldwrm_jax.arguments import Scalar
+from kldwrm_jax.arguments import Scalar, check_count
+from kldwrm_jax.optimizers.rejection import STUCK, WAY_OUT, check_not_stuck, is_stuck
 from kldwrm_jax.optimizers.self_setting import FitState
 
 
@@ -18,7 +20,10 @@ class Monitor(NamedTuple):
     rejected_refreshes: jax.Array  # int32 []: statistics or inverses that were not finite
     outliers: jax.Array  # int32 []: refreshes that rejected the statistics of some block
     rejected_steps: jax.Array  # int32 []: gradients or directions that were not finite
+    refused_in_a_row: jax.Array  # int32 []: steps since the last one that was taken
     kl_clip: jax.Array  # float []: 1 where nothing was clipped
+    true_kl_clip: jax.Array  # float []: likewise, of the true divergence
+    kl_ratio: jax.Array  # float []: a step's true size per output over the blocks', last measured
     block_clip: jax.Array  # float []: the smallest over all parameters
     contraction: jax.Array  # float []: rho ||I - Mhat||
     wake_ratio: jax.Array  # float []: norm of the wake's pull over that of the gradient
@@ -65,10 +70,10 @@ def next_count(count: jax.Array, period: Scalar) -> jax.Array:
 
 def new_monitor() -> Monitor:
     """A monitor before the first step."""
-    counters = (jnp.zeros((), jnp.int32) for _ in range(4))
-    clips = (jnp.ones((), float) for _ in range(2))
-    scalars = (jnp.zeros((), float) for _ in range(9))
-    return Monitor(*counters, *clips, *scalars)
+    zeros = {name: jnp.zeros((), float) for name in Monitor._fields}
+    counters = {name: jnp.zeros((), jnp.int32) for name in Monitor._fields[:5]}
+    clips = {name: jnp.ones((), float) for name in ("kl_clip", "true_kl_clip", "block_clip")}
+    return Monitor(**zeros | counters | clips)
 
 
 def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
@@ -81,11 +86,16 @@ def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       A dict with
 
       * ``steps`` taken, and ``refreshes`` of the curvature;
-      * ``rejected_steps``: gradients or directions that were not finite; no step was taken;
+      * ``rejected_steps``: gradients or directions that were not finite, or a learning rate below
+        zero; no step was taken;
+      * ``refused_in_a_row``: steps since the last one that was taken, also for want of curvature.
+        Above ten it is no accident: a warning here, an error in :func:`check_progress`;
       * ``rejected_refreshes``: statistics or inverses that were not finite; the last ones stayed;
       * ``outliers``: refreshes at which some block's statistics exceeded their average, both with
         the damping, a million times and were rejected. After three in a row the average is reset;
-      * ``kl_clip`` and ``block_clip``: the last step's factors (of the latter, the smallest);
+      * ``kl_clip``, ``true_kl_clip`` and ``block_clip``: the last step's factors (of the last, the
+        smallest);
+      * ``kl_ratio``: the true :math:`s'Fs` per output over the blocks' estimate, as last measured;
       * ``calibration``: the ratio of the exact to the approximate quadratic KL along the steps;
       * ``contraction``: :math:`\rho \|I - \hat M\|`, below 1 if :math:`\hat g` is to stay bounded;
       * ``wake_ratio``: the norm of the wake's pull over the learning rate times the gradient's;
@@ -109,6 +119,41 @@ def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       >>> int(scalars["refreshes"]), int(scalars["rejected_steps"])
       (1, 0)
     """
+    state = _state_in(opt_state)
+    refused = jnp.asarray(state.monitor.refused_in_a_row)
+    if is_stuck(refused):
+        message = f"the last steps, {STUCK} or more, were refused: {WAY_OUT}"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    calibration = jnp.where(jnp.asarray(state.calibration) > 0, jnp.asarray(state.calibration), 1)
+    scalars = {"steps": state.count, "calibration": calibration, **state.monitor._asdict()}
+    return {name: jnp.asarray(value) for name, value in scalars.items()}  # of nnx's variables, too
+
+
+def check_progress(opt_state: optax.OptState, refused: int = STUCK) -> None:
+    """An error if the last steps were all refused: nothing trains any more.
+
+    A step that is not finite is refused, and inside ``jit`` nobody is told. Call this where the
+    state is at hand, once an epoch or wherever the loss is printed. ``tx.update`` outside of
+    ``jit`` does it by itself. Of a ``vmap`` over seeds, one that is stuck is enough.
+
+    Args:
+      opt_state: any Optax state that contains exactly one state of the family.
+      refused: how many steps in a row are too many.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> import kldwrm_jax as kw
+      >>> model, x = nn.Dense(3), jnp.eye(4)
+      >>> net = kw.instrument(model, kw.Categorical(), x)
+      >>> state = kw.kfac(net.layers, 0.1).init(model.init(jax.random.key(0), x)["params"])
+      >>> kw.check_progress(state)
+    """
+    check_count("refused", refused)
+    check_not_stuck(jnp.asarray(_state_in(opt_state).monitor.refused_in_a_row), refused)
+
+
+def _state_in(opt_state: optax.OptState) -> KLDWRMState:
+    """The one state of the family that is somewhere in there."""
     states = [
         node
         for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, KLDWRMState))
@@ -119,7 +164,4 @@ def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
             f"opt_state must contain one state of kfac, so_kldwrm, q_kldwrm, qe_kldwrm or "
             f"precondition, found {len(states)}: pass the part that belongs to one of them"
         )
-    state = states[0]
-    calibration = jnp.where(jnp.asarray(state.calibration) > 0, jnp.asarray(state.calibration), 1)
-    scalars = {"steps": state.count, "calibration": calibration, **state.monitor._asdict()}
-    return {name: jnp.asarray(value) for name, value in scalars.items()}  # of nnx's variables, too
+    return states[0]

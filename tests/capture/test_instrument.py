@@ -373,3 +373,64 @@ def test_a_model_without_parameters_has_no_blocks():
     assert len(net.layers) == 0
     assert net.oracle({}, X, key=jax.random.key(0)).factors() == {}
     print(net.layers)
+
+
+def test_weights_below_zero_are_an_error_that_names_the_way_out():
+    net = kw.instrument(nn.Dense(3), kw.Categorical(), X)
+    params = nn.Dense(3).init(jax.random.key(0), X)["params"]
+    weights = jnp.ones(len(X)).at[1].set(-0.5)
+    with pytest.raises(ValueError, match=r"weights must be >= 0, got .*-0.5.* loss of your own"):
+        net.oracle(params, X, key=jax.random.key(0), weights=weights)
+
+
+class Pair(nn.Module):
+    """Returns a tuple."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(x), x
+
+
+PAIR = jnp.ones((4, 5))
+
+
+@pytest.mark.parametrize(
+    ("output", "error", "message"),
+    [
+        (None, ValueError, "the model returns a tuple"),
+        (lambda out: out, ValueError, "output returns a tuple"),
+        (0, ValueError, "output must be a function"),
+        (lambda out: out[0].sum(), ValueError, r"an array of shape \(\), and its events have 1"),
+        (lambda out: out[1], ValueError, "depends on none of the model's parameters"),
+        (lambda out: out[2], IndexError, "out of range"),
+    ],
+)
+def test_outputs_that_the_likelihood_cannot_take_are_errors_of_instrument(output, error, message):
+    with pytest.raises(error, match=message) as caught:
+        kw.instrument(Pair(), kw.Categorical(), PAIR, output=output)
+    if error is IndexError:
+        assert "output is given what the model returns, here a tuple" in caught.value.__notes__
+
+
+def test_the_class_of_a_likelihood_is_an_error():
+    with pytest.raises(ValueError, match=r"as kldwrm_jax\.Categorical\(\) does, got <class"):
+        kw.instrument(nn.Dense(3), kw.Categorical, PAIR)
+
+
+@pytest.mark.parametrize("init", [nn.initializers.lecun_normal(), nn.initializers.zeros])
+def test_layers_of_width_zero_are_an_error(init):
+    with pytest.raises(ValueError, match="layers of width 0"):
+        kw.instrument(nn.Dense(0, kernel_init=init), kw.Gaussian(), PAIR)
+
+
+def test_an_exact_fisher_of_many_passes_warns_with_their_number():
+    x = jax.ShapeDtypeStruct((2, 16, 4), jnp.float32)
+    with pytest.warns(UserWarning, match="32,000 backward passes.*fisher='sampled' takes one"):
+        kw.instrument(nn.Dense(2000), kw.Categorical(), x, fisher="exact")
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("fisher", ["exact", "sampled"])
+def test_few_passes_need_no_warning(fisher):
+    classes = 10 if fisher == "exact" else 2000
+    kw.instrument(nn.Dense(classes), kw.Categorical(), jnp.ones((2, 16, 4)), fisher=fisher)

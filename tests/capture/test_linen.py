@@ -1,5 +1,7 @@
 """Where layers stand: shared, nested, lifted, compiled, hidden. Against networks written out."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -560,3 +562,53 @@ def test_boxed_parameters(box):
     boxed = factors(net, variables["params"], X)
     plain = factors(net, nn.unbox(variables["params"]), X)
     assert_factors(boxed, plain, rtol=0)
+
+
+class TaggedBlock(nn.Module):
+    """A Dense layer that is written out and tagged."""
+
+    read: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], WIDTH), float)
+        b = self.param("bias", nn.initializers.ones, (WIDTH,), float)
+        return jnp.tanh(kw.tag(self.read(w) if self.read else w, x, x @ w + b, bias=b))
+
+
+class TaggedStep(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.remat(TaggedBlock)(name="dense")(x), None
+
+
+def test_a_tag_inside_a_module_makes_the_block_of_a_dense():
+    params = initialised(nn.Dense(WIDTH), X)
+    expected = factors(
+        instrumented(nn.Sequential([nn.Dense(WIDTH), jnp.tanh])), {"layers_0": params}, X
+    )
+    net = instrumented(nn.Sequential([TaggedBlock()]))
+    got = factors(net, {"layers_0": params}, X)
+    assert_factors(got, expected)
+
+
+def test_tags_under_a_scan_over_modules_are_stacked():
+    def deep(step):
+        scanned = nn.scan(step, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return scanned()
+
+    class PlainStep(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return jnp.tanh(nn.Dense(WIDTH, name="dense")(x)), None
+
+    first = {"output": lambda out: out[0]}
+    params = initialised(deep(PlainStep), X, None)
+    expected = factors(instrumented(deep(PlainStep), X, None, **first), params, X, None)
+    got = factors(instrumented(deep(TaggedStep), X, None, **first), params, X, None)
+    assert_factors(got, expected)
+
+
+def test_a_tag_of_something_else_is_an_error_with_the_way_out():
+    with pytest.raises(ValueError, match=r"In a Linen module the leaf is what self\.param returns"):
+        instrumented(TaggedBlock(jnp.transpose))

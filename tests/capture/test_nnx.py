@@ -533,6 +533,62 @@ def test_keys_given_to_the_oracle_reach_the_call():
         np.testing.assert_allclose(seen, ones.T @ ones / 6, atol=1e-10)
 
 
+class Streamed(nnx.Module):
+    """As in Flax's MNIST example, the streams of dropout come with the call."""
+
+    def __init__(self):
+        self.layer, self.dropout = nnx.Linear(4, 3, rngs=R), nnx.Dropout(0.5)
+
+    def __call__(self, x, rngs=None):
+        return tail(self.layer(self.dropout(x, rngs=rngs)))
+
+
+STREAMS = {"keyword": lambda rngs: ((), {"rngs": rngs}), "positional": lambda rngs: ((rngs,), {})}
+
+
+@pytest.mark.parametrize("how", STREAMS)
+def test_streams_given_to_the_oracle_are_copied_and_serve_every_pass(how):
+    model, x, y, rngs = Streamed(), normal(6, 4), normal(6, 3, seed=2), nnx.Rngs(dropout=3)
+    args, kwargs = STREAMS[how](rngs)
+    net = kw.instrument(model, GAUSSIAN, x, *args, **kwargs)
+    oracle = net.oracle(model, x, *args, targets=y, key=KEY, **kwargs)
+    assert int(rngs.dropout.count[...]) == 0
+    seen = oracle.factors()["layer"][0]
+    loss = oracle.loss(nnx.state(model, nnx.Param))
+    own = GAUSSIAN.nll(model(x, nnx.clone(rngs)), y).mean()
+    np.testing.assert_allclose(loss, own)
+    ones = jnp.concatenate([model.dropout(x, rngs=rngs), jnp.ones((6, 1))], 1)
+    np.testing.assert_allclose(seen, ones.T @ ones / 6, atol=1e-10)
+
+
+@pytest.mark.parametrize("how", STREAMS)
+def test_value_and_grad_has_new_masks_at_every_step(how):
+    model, x, y, rngs = Streamed(), normal(6, 4), normal(6, 3, seed=2), nnx.Rngs(3)
+    args, kwargs = STREAMS[how](rngs)
+    net = kw.instrument(model, GAUSSIAN, x, *args, **kwargs)
+
+    @nnx.jit
+    def losses(model, rngs):
+        args, kwargs = STREAMS[how](rngs)
+        loss, _, oracle = net.value_and_grad(model, x, *args, targets=y, key=KEY, **kwargs)
+        return loss, oracle.loss(nnx.state(model, nnx.Param))
+
+    made = [losses(model, rngs) for _ in range(3)]
+    assert len({float(loss) for loss, _ in made}) == 3
+    for loss, again in made:
+        np.testing.assert_allclose(loss, again)
+
+
+def test_micro_batches_have_masks_of_their_own():
+    model, rngs = Streamed(), nnx.Rngs(3)
+    x = jnp.tile(normal(1, 4), (8, 1))
+    net = kw.instrument(model, GAUSSIAN, x, rngs)
+    outputs = net.oracle(model, x, rngs, key=KEY, micro_batches=4).outputs(
+        nnx.state(model, nnx.Param)
+    )
+    assert len(np.unique(np.round(outputs, 6), axis=0)) > 2  # one for each example of a part
+
+
 def test_the_mode_may_not_change_between_instrument_and_oracle():
     model, x = Headed(nnx.Linear(4, 3, rngs=R)), normal(5, 4)
     net = kw.instrument(model, GAUSSIAN, x)
@@ -601,3 +657,133 @@ def test_nnx_optimizer_takes_the_steps_of_the_transform_on_stacked_blocks():
     told = kw.diagnostics(optimizer.opt_state)
     assert int(told["refreshes"]) == 2
     assert int(told["rejected_steps"]) == 0
+
+
+# --- Tags -----------------------------------------------------------------------------------------
+
+
+def lora_function(params, x):
+    """A LoRALinear, written out."""
+    lora = params["lora"]
+    z = kw.tag(params["kernel"], x, x @ params["kernel"] + params["bias"], bias=params["bias"])
+    low = kw.tag(lora["lora_a"], x, x @ lora["lora_a"])
+    return tail(z + kw.tag(lora["lora_b"], low, low @ lora["lora_b"]))
+
+
+def random_params(model):
+    return jax.tree.map(lambda p: normal(*p.shape, seed=p.size), pure(nnx.state(model, nnx.Param)))
+
+
+def with_params(model, params):
+    nnx.update(model, nnx.State(params))
+    return model
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_lora_has_the_blocks_of_its_two_products(wrapped):
+    x = normal(6, 4)
+    if wrapped:
+        inner = nnx.LoRA(4, 2, 3, base_module=nnx.Linear(4, 3, rngs=R), rngs=R)
+    else:
+        inner = nnx.LoRALinear(4, 3, lora_rank=2, rngs=R)
+    model = Headed(inner)
+    params = random_params(model)
+    with_params(model, params)
+    net = kw.instrument(model, GAUSSIAN, x, uncovered="error")
+    own = params["layer"]
+    if wrapped:
+        own = own["base_module"] | {"lora": {k: own[k] for k in ("lora_a", "lora_b")}}
+    plain = kw.instrument(lora_function, GAUSSIAN, own, x)
+    expected = factors(plain, own, x)
+    got = factors(net, model, x)
+    names = (
+        ("layer/base_module", "layer/lora_a", "layer/lora_b")
+        if wrapped
+        else ("layer", "layer/lora/lora_a", "layer/lora/lora_b")
+    )
+    theirs = (expected[name] for name in ("kernel", "lora/lora_a", "lora/lora_b"))
+    assert_same(got, dict(zip(names, theirs, strict=True)))
+
+
+def test_lora_alone_trains():
+    x, y = normal(32, 4), jnp.argmax(normal(32, 4) @ normal(4, 3, seed=1), axis=-1)
+    model = nnx.LoRALinear(4, 3, lora_rank=2, rngs=nnx.Rngs(0))
+    net = kw.instrument(model, kw.Categorical(), x)
+    optimizer = nnx.Optimizer(model, kw.kfac(net.layers, 0.3, refresh_every=5), wrt=nnx.LoRAParam)
+    kernel = model.kernel[...].copy()
+
+    @nnx.jit
+    def step(model, optimizer, key):
+        oracle = net.oracle(model, x, targets=y, key=key)
+        loss, grads = nnx.value_and_grad(
+            lambda model: kw.Categorical().nll(model(x), y).mean(),
+            argnums=nnx.DiffState(0, nnx.LoRAParam),
+        )(model)
+        optimizer.update(model, grads, oracle=oracle)
+        return loss
+
+    losses = [step(model, optimizer, jax.random.key(i)) for i in range(40)]
+    assert losses[-1] < 0.5 * losses[0]
+    np.testing.assert_array_equal(model.kernel[...], kernel)
+
+
+class Tagged(nnx.Module):
+    """A product of its own; its kernel is given to the tag as ``read`` has it."""
+
+    def __init__(self, rngs, read=lambda w: w):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (4, 4)))
+        self.b = nnx.Param(jnp.ones(4))
+        self.read = read
+
+    def __call__(self, x):
+        return jnp.tanh(kw.tag(self.read(self.w), x, x @ self.w + self.b, bias=self.b))
+
+
+@pytest.mark.parametrize("read", [lambda w: w, lambda w: w[...]], ids=["variable", "value"])
+def test_a_tag_inside_a_module_makes_the_block_of_a_linear(read):
+    x, rngs = normal(5, 4), nnx.Rngs(0)
+    model = nnx.Sequential(Tagged(rngs, read), nnx.Linear(4, 3, rngs=rngs))
+    linear = nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), jnp.tanh, nnx.Linear(4, 3, rngs=rngs))
+    linear.layers[0].kernel[...], linear.layers[0].bias[...] = model.layers[0].w[...], jnp.ones(4)
+    linear.layers[2].kernel[...] = model.layers[1].kernel[...]
+    net = kw.instrument(model, GAUSSIAN, x, uncovered="error")
+    expected = factors(kw.instrument(linear, GAUSSIAN, x), linear, x)
+    got = factors(net, model, x)
+    assert_same(got, {"layers/0": expected["layers/0"], "layers/1": expected["layers/2"]}, 1e-5)
+
+
+def test_tags_under_a_scan_over_modules_are_stacked():
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+        return Tagged(rngs)
+
+    class Deep(nnx.Module):
+        def __init__(self):
+            self.blocks = make(nnx.Rngs(0))
+
+        def __call__(self, x):
+            return nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+                x, self.blocks
+            )
+
+    def unrolled(params, x):
+        for w, b in params:
+            x = jnp.tanh(kw.tag(w, x, x @ w + b, bias=b))
+        return x
+
+    model, x = Deep(), normal(5, 4)
+    net = kw.instrument(model, GAUSSIAN, x, uncovered="error")
+    (a, g), params = (
+        factors(net, model, x)["blocks"],
+        list(zip(model.blocks.w, model.blocks.b, strict=True)),
+    )
+    expected = factors(kw.instrument(unrolled, GAUSSIAN, params, x), params, x)
+    for i in range(3):
+        assert_same({"": (a[i], g[i])}, {"": expected[str(i)]})
+
+
+def test_a_tag_of_something_else_is_an_error_with_the_way_out():
+    model = Tagged(nnx.Rngs(0), lambda w: w[...].T)
+    with pytest.raises(ValueError, match="in an NNX module the variable itself"):
+        kw.instrument(model, GAUSSIAN, normal(5, 4))

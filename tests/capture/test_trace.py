@@ -69,9 +69,8 @@ def test_recordings_nest_end_and_belong_to_one_thread():
     assert current_record() is None
     seen = []
     with recording() as outer:
-        with recording(takes_tags=True) as inner:
+        with recording() as inner:
             assert current_record() is inner
-            assert inner.takes_tags
         assert current_record() is outer
         thread = threading.Thread(target=lambda: seen.append(current_record()))
         thread.start()

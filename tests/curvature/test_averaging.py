@@ -164,7 +164,7 @@ def test_blocks_that_are_masked_stay_as_they_are(first, rng):
 
 
 def refreshed_as(averages, refreshed=YES):
-    return unchanged(averages, BLOCKS)._replace(refreshed=refreshed)
+    return unchanged(averages, BLOCKS, GAMMA)._replace(refreshed=refreshed)
 
 
 @pytest.mark.parametrize("mode", DAMPING)
@@ -258,6 +258,19 @@ def test_a_refresh_is_due_on_its_period_and_an_inversion_on_that_of_the_inverse(
 
 def test_nothing_restarts_and_nothing_is_counted_where_nothing_changed(first):
     _, averages, _ = first
-    same = unchanged(averages, BLOCKS)
+    same = unchanged(averages, BLOCKS, GAMMA)
     assert same.averages is averages
-    assert not any(jax.tree.leaves(same[1:]))
+    assert same.damping == GAMMA
+    assert not any(jax.tree.leaves(same._replace(averages=None, damping=NO)))
+
+
+def test_damping_that_is_not_given_is_found_at_the_first_refresh_in_units_of_the_mean_eigenvalue(
+    rng,
+):
+    fisher = dataclasses.replace(averaged(), first_damping=0.3)
+    fresh = two_blocks.random_factors(rng)
+    found, _ = observe(fisher, fisher.init(), fresh, first=YES)
+    matrix = two_blocks.matrix(fresh)
+    assert_close(found.damping, 0.3 * np.trace(matrix) / len(matrix))
+    later, _ = observe(fisher, found.averages, fresh, first=NO)
+    assert later.damping == GAMMA

@@ -24,6 +24,7 @@ from kldwrm_jax.curvature import (
     ProductDamping,
 )
 from kldwrm_jax.curvature.inverse import slots
+from kldwrm_jax.curvature.sides import LowRank
 from kldwrm_jax.paths import leaves_by_path
 
 GAMMA, LR = 0.05, 0.3
@@ -43,11 +44,11 @@ def in_float64():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"method": "svd"}, "method must be one of 'full', 'randomized', got 'svd'"),
+        ({"method": "svd"}, "method must be one of 'auto', 'full', 'randomized', got 'svd'"),
         ({"method": "randomized"}, "method='randomized' needs a rank, such as rank=128, got None"),
         ({"method": "randomized", "rank": 0}, "rank must be a whole number >= 1.*got 0"),
         ({"method": "randomized", "rank": 2.5}, "rank must be a whole number >= 1.*got 2.5"),
-        ({"rank": 8}, "rank=8 needs method='randomized', got 'full'"),
+        ({"rank": 8}, "rank=8 needs method='randomized', got 'auto'"),
         ({"every": 0}, "every must be a whole number >= 1.*got 0"),
         ({"every": 2.5}, "every must be a whole number >= 1.*got 2.5"),
         ({"stagger": "yes"}, "stagger must be True or False, got 'yes'"),
@@ -630,8 +631,48 @@ def test_a_wide_side_of_low_rank_is_inverted_in_a_tenth_of_the_time():
     jax.config.update("jax_disable_most_optimizations", False)
     try:
         low = timed(kw.Inverse(method="randomized", rank=rank))
-        full = timed(kw.Inverse())
+        full = timed(kw.Inverse(method="full"))
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
     first, reference, second = low(), full(), low()
     assert min(first, second) <= 0.1 * reference
+
+
+# --- By width -------------------------------------------------------------------------------------
+
+
+def shapes_of_inverses(inverse, make=kw.kfac, width=2048):
+    """Of a layer whose input side, with the bias, is one wider; nothing is computed."""
+    model, x = nn.Dense(8), jax.ShapeDtypeStruct((4, width), np.float32)
+    net = kw.instrument(model, kw.Categorical(), x)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+    tx = make(net.layers, 0.1, inverse=inverse)
+    (inverses,) = jax.eval_shape(tx.init, params).inverses.values()
+    return [x.shape for x in jax.tree.leaves(inverses)]
+
+
+@pytest.mark.parametrize("make", [kw.kfac, kw.so_kldwrm, kw.q_kldwrm])
+def test_sides_above_a_width_get_the_cheaper_inverse_unless_told_otherwise(make):
+    assert (2049, 512) in shapes_of_inverses(kw.Inverse(), make)
+    assert (2048, 2048) in shapes_of_inverses(kw.Inverse(), make, width=2047)
+    assert (2049, 2049) in shapes_of_inverses(kw.Inverse(method="full"), make)
+    assert (2049, 64) in shapes_of_inverses(kw.Inverse(method="randomized", rank=64), make)
+
+
+@pytest.mark.parametrize("make", [kw.kfac, kw.q_kldwrm])
+def test_chosen_by_width_it_is_the_randomized_one(make, monkeypatch):
+    monkeypatch.setattr("kldwrm_jax.curvature.inverse._WIDEST_FULL", 3)
+    monkeypatch.setattr("kldwrm_jax.curvature.inverse._RANK", 2)
+    problem = small_nets.problem(norm=False)  # sides of 5, 3, 4 and 3
+
+    def step(inverse):
+        tx = make(problem.layers, 0.1, inverse=inverse)
+        return small_nets.jit(problem.step(tx))(problem.params, tx.init(problem.params), 0)
+
+    _, by_width = step(kw.Inverse())
+    for name in ("first", "last"):
+        a, g = by_width.inverses[name]
+        assert isinstance(a, LowRank)
+        assert a.vectors.shape[-1] == 2
+        assert not isinstance(g, LowRank)
+    assert kw.diagnostics(by_width)["steps"] == 1

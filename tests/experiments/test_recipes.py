@@ -66,6 +66,7 @@ def test_the_defaults_are_the_papers():
         "weight_decay": 0.001,
         "refresh_every": 30,
         "kl_clip": 0.1,
+        "true_kl_clip": None,
         "solver": "reweighted",
         "block_clip": 2.0,
         "rho": 0.5,

@@ -1,5 +1,7 @@
 """A likelihood on a batch: means, and the cotangents whose outer products make the Fisher."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,3 +90,84 @@ def test_what_is_missing_or_does_not_fit_is_an_error():
         term().directions(H[:0], ())
     with pytest.raises(ValueError, match=r"weights must have the shape.*\(4,\), got \(3,\)"):
         term(weights=jnp.ones(3)).loss(H)
+
+
+@dataclasses.dataclass(frozen=True)
+class Careless:
+    """A likelihood whose ``nll`` does not look at shapes."""
+
+    event_ndim: int = 1
+
+    def nll(self, outputs, targets):
+        return ((outputs - targets) ** 2).sum(-1)
+
+    def sample(self, key, outputs):
+        return outputs + jax.random.normal(key, outputs.shape)
+
+    def symmetric_kl(self, outputs1, outputs2, xi=0.5):
+        return ((outputs1 - outputs2) ** 2).sum(-1)
+
+    def fisher_root(self, outputs):
+        return jnp.ones((1, *outputs.shape))
+
+
+@pytest.mark.parametrize("likelihood", [kw.Gaussian(), kw.Bernoulli(), Careless()])
+def test_outputs_without_an_axis_of_examples_are_an_error(likelihood):
+    """The batch would be the event: a loss and a curvature as many times too large."""
+    own = LikelihoodTerm(likelihood, "exact", np.zeros(4), None, None)
+    for measure in (
+        own.loss,
+        lambda h: own.divergence(h, h),
+        lambda h: own.directions(h, ()),
+    ):
+        with pytest.raises(ValueError, match=r"axis of examples.*\(4,\).*say event_ndim=0"):
+            measure(jnp.zeros(4))
+
+
+def test_logits_without_an_axis_of_examples_are_one_example():
+    """There is nothing else that they could be."""
+    one = LikelihoodTerm(kw.Categorical(), "exact", jnp.array(2), None, None)
+    np.testing.assert_allclose(one.loss(H[0]), kw.Categorical().nll(H[:1], Y[:1] + 2)[0])
+    with pytest.raises(ValueError, match=r"axis of examples.*got shape \(\)"):
+        one.loss(jnp.zeros(()))
+
+
+@pytest.mark.parametrize("family", [kw.Gaussian, kw.Bernoulli])
+def test_one_value_for_each_example_is_said_by_the_number_of_event_axes(family):
+    h, y = H[:, 0], np.array([0.0, 1.0, 1.0, 0.0])
+    flat = LikelihoodTerm(family(event_ndim=0), "exact", y, None, None)
+    column = LikelihoodTerm(family(), "exact", y[:, None], None, None)
+    np.testing.assert_allclose(flat.loss(h), column.loss(h[:, None]), rtol=1e-12)
+    np.testing.assert_allclose(
+        flat.directions(h, ())[0][..., None], column.directions(h[:, None], ())[0], rtol=1e-12
+    )
+    np.testing.assert_allclose(
+        flat.divergence(h, 2 * h), column.divergence(h[:, None], 2 * h[:, None]), rtol=1e-12
+    )
+
+
+@pytest.mark.parametrize("likelihood", [Careless(), kw.Gaussian(), kw.Bernoulli()])
+@pytest.mark.parametrize("fisher", ["empirical", "exact"])
+def test_targets_that_would_broadcast_are_an_error(likelihood, fisher):
+    own = LikelihoodTerm(likelihood, fisher, np.zeros(4), None, None)
+    h = jnp.zeros((4, 1))
+    with pytest.raises(ValueError, match=r"targets of .* must have.*\(4, 1\).*got \(4,\)"):
+        own.loss(h)
+    if fisher == "empirical":
+        with pytest.raises(ValueError, match=r"reshape\(\(4, 1\)\)"):
+            own.directions(h, ())
+    right = LikelihoodTerm(likelihood, fisher, np.zeros((4, 1)), None, None)
+    assert np.isfinite(right.loss(h))
+
+
+def test_a_likelihood_whose_event_axes_are_miscounted_is_an_error():
+    own = LikelihoodTerm(Careless(event_ndim=2), "exact", np.zeros((4, 3, 2)), None, None)
+    with pytest.raises(ValueError, match=r"nll of Careless.* event_ndim=2 axes, got \(4, 3\)"):
+        own.loss(jnp.zeros((4, 3, 2)))
+
+
+def test_weights_below_zero_that_are_traced_make_the_loss_nan():
+    """Statistics have their roots: nothing that is finite would be true."""
+    loss = jax.jit(lambda w: term(weights=w).loss(H))
+    assert np.isfinite(loss(W))
+    assert np.isnan(loss(W.at[1].set(-1.0)))

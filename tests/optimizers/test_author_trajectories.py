@@ -16,7 +16,9 @@ import kldwrm_jax as kw
 DATA = pathlib.Path(__file__).parent.parent / "data" / "author_trajectories.npz"
 
 MEMBERS = {
-    "kfac": lambda layers: kw.kfac(layers, 0.01, rho=0.95, refresh_every=5, kl_clip=0.1),
+    "kfac": lambda layers: kw.kfac(
+        layers, 0.01, rho=0.95, refresh_every=5, kl_clip=0.1, true_kl_clip=None
+    ),
     "so": lambda layers: kw.so_kldwrm(layers, 0.01, rho=0.33, refresh_every=5, kl_clip=None),
     "q": lambda layers: kw.q_kldwrm(
         layers,

@@ -212,3 +212,9 @@ def test_targets_of_another_form_than_the_outputs_are_refused(likelihood, target
         oracle.loss(params)
     with pytest.raises(ValueError, match=message):
         update(kw.kfac(net.layers, 0.1), small, oracle=oracle)
+
+
+@pytest.mark.parametrize("oracle", [(1, 2), "oracle", 1.0])
+def test_what_is_no_oracle_is_refused(oracle, small):
+    with pytest.raises(ValueError, match=f"made by net.oracle.*got a {type(oracle).__name__}"):
+        update(kw.kfac(small.net.layers, 0.1), small, oracle=oracle)

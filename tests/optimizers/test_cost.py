@@ -29,6 +29,9 @@ BACKWARD = 2 * FORWARD - 2 * BATCH * 784 * 512  # no gradient of the images
 ONE_SIDED_PAIR = sum(2 * ((n + 1) ** 2 * m + (n + 1) * m**2) for n, m in SHAPES)
 SECOND_MOMENTS = sum(2 * BATCH * ((n + 1) ** 2 + m**2) for n, m in SHAPES)
 OUTPUT_GRADIENTS = BACKWARD - FORWARD
+# The compiler counts the costlier branch: a step near its limit measures its divergence by a JVP,
+# the outputs and two products a layer for their tangents (the images have none).
+MEASURING = 3 * FORWARD - 2 * BATCH * 784 * 512
 
 
 @functools.cache
@@ -62,13 +65,13 @@ BETWEEN = {"kfac": 1, "so": 1, "q": 1, "kfac-product": 2}  # pairs of products a
 def test_a_step_without_a_refresh_computes_little_more_than_its_products(subject):
     flops, _ = cost(subject, count=1)
     limit = FORWARD + BACKWARD + BETWEEN[subject] * ONE_SIDED_PAIR
-    assert limit <= flops <= 1.01 * limit
+    assert limit + MEASURING <= flops <= 1.01 * (limit + MEASURING)
 
 
 # How often the step reads or writes an array as large as the parameters, beyond SGD: for K-FAC the
 # gradient is joined (2), multiplied from both sides (4), and compared with the result (2); members
 # with a wake add the effective gradient (3), what they remember (13 or so), norms for diagnostics
-# and clipping.
+# and clipping. The JVP's activations and tangents, and the shortened step, are as much as 15 more.
 PASSES = {"kfac": 8, "so": 22, "q": 30, "kfac-product": 15}
 
 
@@ -76,20 +79,21 @@ PASSES = {"kfac": 8, "so": 22, "q": 30, "kfac-product": 15}
 def test_a_step_without_a_refresh_moves_few_bytes(subject):
     _, plain = cost("sgd", count=1)
     _, moved = cost(subject, count=1)
-    assert moved <= 1.05 * (plain + BETWEEN[subject] * INVERSES + PASSES[subject] * PARAMETERS)
+    passes = PASSES[subject] + 15
+    assert moved <= 1.05 * (plain + BETWEEN[subject] * INVERSES + passes * PARAMETERS)
 
 
 def test_a_refresh_repeats_no_forward_pass():
     flops, _ = cost("kfac", count=0)
     inverses = sum(2 * ((n + 1) ** 3 + m**3) for n, m in SHAPES)  # the product of two triangles
     limit = FORWARD + BACKWARD + ONE_SIDED_PAIR + SECOND_MOMENTS + OUTPUT_GRADIENTS + inverses
-    assert flops <= 1.02 * limit
+    assert flops - MEASURING <= 1.02 * limit
 
 
 def test_statistics_of_the_datas_labels_every_step_cost_their_products_and_no_other_pass():
     flops, _ = cost("kfac-every-step", count=1)
     limit = FORWARD + BACKWARD + ONE_SIDED_PAIR + SECOND_MOMENTS
-    assert flops <= 1.02 * limit
+    assert flops - MEASURING <= 1.02 * limit
 
 
 def decompositions(subject):

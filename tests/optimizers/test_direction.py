@@ -13,6 +13,7 @@ from two_blocks import BLOCKS, LAYERS
 import kldwrm_jax as kw
 from kldwrm_jax.curvature import (
     AveragedFisher,
+    Averages,
     CachedInverse,
     ExactSolver,
     FactoredDamping,
@@ -22,6 +23,7 @@ from kldwrm_jax.curvature import (
     StepScalars,
     unchanged,
 )
+from kldwrm_jax.curvature.outliers import PATIENCE
 from kldwrm_jax.optimizers import direction
 from kldwrm_jax.optimizers.direction import StepInputs
 from kldwrm_jax.optimizers.gradients import Gradients
@@ -183,7 +185,7 @@ def test_a_step_by_the_stored_inverses_is_that_of_their_operators(rng):
     solver = LinearSolver(ProductDamping())
     inverse, fisher = cached(solver, factors, inputs.at), averaged(solver)
     averages = fisher.init()._replace(inverses=inverse.inverses)
-    got = direction.solve_cached(fisher, inputs, unchanged(averages, BLOCKS))
+    got = direction.solve_cached(fisher, inputs, unchanged(averages, BLOCKS, GAMMA))
     expected = direction.solve(inverse.operators, inputs, NO_RESTART)
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
@@ -221,3 +223,29 @@ def test_statistics_are_not_observed_where_the_gradient_is_not_finite(rng):
     refreshed, _ = direction.observe(fisher, fisher.init(), inputs)
     assert not refreshed.refreshed
     assert not any(np.any(x) for x in jax.tree.leaves(refreshed.averages.factors))
+
+
+class Failing(ExactSolver):
+    """Its inverses are not finite."""
+
+    def refresh(self, blocks, f_bar, fresh, at):
+        caches, operators = super().refresh(blocks, f_bar, fresh, at)
+        return jax.tree.map(lambda x: x * np.nan, caches), operators
+
+
+def test_where_an_inversion_fails_a_block_that_restarts_is_solved_without_its_pull_too(rng):
+    far = two_blocks.random_factors(rng)
+    inputs = step_inputs(rng, oracle=oracle_of(far | {"scale": 1e12 * far["scale"]}))
+    fisher, near = averaged(Failing()), two_blocks.random_factors(rng)
+    inverse = cached(fisher.solver, near, inputs.at)
+    streak = {"dense": jnp.array(0, jnp.int32), "scale": jnp.array(PATIENCE - 1, jnp.int32)}
+    before = Averages(jax.tree.map(jnp.asarray, near), inverse.inverses, streak)
+    refreshed, got = direction.advance(fisher, before, inputs)
+    assert refreshed.rejected
+    assert refreshed.restart["scale"]
+    expected = direction.solve(inverse.operators, inputs, refreshed.restart)
+    jax.tree.map(assert_close, got, expected)
+    assert np.any(
+        expected.v["scale"]
+        != direction.solve_cached(fisher, inputs, unchanged(before, BLOCKS)).v["scale"]
+    )

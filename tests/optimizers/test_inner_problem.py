@@ -170,6 +170,7 @@ def test_qe_kldwrm_is_the_inner_problem_written_out(case):
         schedule(lrs),
         rho=0.5,
         kl_clip=0.05,
+        true_kl_clip=None,
         inner_steps=4,
         **common,
         **arguments,

@@ -25,6 +25,7 @@ COMMON = {"refresh_every": 2, "kl_clip": None}
 OF_Q = COMMON | {"block_clip": None}
 MAKE = {
     "kfac": (kw.kfac, COMMON),
+    "kfac, nothing set": (kw.kfac, {"learning_rate": None, "refresh_every": 2}),
     "so": (kw.so_kldwrm, COMMON | {"wake": "taken"}),
     "q": (kw.q_kldwrm, OF_Q),
     "qe": (kw.qe_kldwrm, OF_Q | {"capacity": 2, "inner_steps": 2, "kl_scale": 0.5}),

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -25,6 +26,11 @@ MAKE = {
 }
 
 
+def poisoned_oracle(oracle, poison):
+    call = dataclasses.replace(oracle.call, args=(oracle.call.args[0].at[0, 0].add(poison),))
+    return dataclasses.replace(oracle, call=call)
+
+
 class Training:
     """A member that trains; gradients and the oracle's batch can be poisoned, each by itself."""
 
@@ -36,9 +42,7 @@ class Training:
             oracle = problem.oracle(params, k)
             grads = jax.grad(oracle.loss)(params)
             grads["last"]["kernel"] = grads["last"]["kernel"].at[0, 0].add(in_gradient)
-            x = oracle.call.args[0]
-            call = dataclasses.replace(oracle.call, args=(x.at[0, 0].add(in_statistics),))
-            poisoned = dataclasses.replace(oracle, call=call)
+            poisoned = poisoned_oracle(oracle, in_statistics)
             updates, state = tx.update(grads, state, params, oracle=poisoned)
             return optax.apply_updates(params, updates), state, updates
 
@@ -118,7 +122,8 @@ def test_bad_statistics_leave_the_last_good_inverse_in_use(training, poison):
     if training.name in ("kfac", "so", "q"):
         grads, _ = training.problem.measure(before[0], 4)
         later = before[1]._replace(count=before[1].count + 1)  # no refresh is due
-        oracle = training.problem.oracle(before[0], 4)
+        # Whose batch is just as bad, so that the true size of the step stays unknown.
+        oracle = poisoned_oracle(training.problem.oracle(before[0], 4), poison)
         expected, _ = small_nets.jit(training.tx.update)(grads, later, before[0], oracle=oracle)
         assert_close(updates, expected)
 
@@ -234,3 +239,89 @@ def test_where_averages_begin_anew_between_inversions_the_step_forgets_the_wake(
     state = state._replace(factors=tiny, outlier_streak=nearly)
     forgetful = state._replace(pull=jax.tree.map(np.zeros_like, state.pull))
     assert_same(step(params, state, 2)[0], step(params, forgetful, 2)[0])
+
+
+# --- Refused again and again ----------------------------------------------------------------------
+
+
+def test_refusals_in_a_row_are_counted_and_a_step_taken_ends_the_count(training):
+    params, state = training.go(*training.start(), range(2))
+    params, state = training.go(params, state, [2] * 3, in_gradient=np.nan)
+    assert kw.diagnostics(state)["refused_in_a_row"] == 3
+    params, state = training.go(params, state, [2])
+    assert kw.diagnostics(state)["refused_in_a_row"] == 0
+
+
+def test_steps_that_wait_for_a_first_inverse_are_refusals(training):
+    _, state = training.go(*training.start(), [0] * 4, in_statistics=np.nan)
+    assert kw.diagnostics(state)["refused_in_a_row"] == 4
+
+
+@pytest.fixture(scope="module")
+def stuck():
+    """A training that has stood still for ten steps, its last state, and the one before."""
+    training = Training("kfac", small_nets.problem(norm=False), None)
+    training = Training("kfac", training.problem, kw.kfac(training.problem.layers, 0.1))
+    before = training.go(*training.start(), range(9), in_gradient=np.nan)
+    return training, before, training.go(*before, [9], in_gradient=np.nan)
+
+
+def test_ten_refusals_are_an_error_to_whoever_checks(stuck):
+    _, (_, before), (_, state) = stuck
+    kw.check_progress(before)
+    with pytest.raises(FloatingPointError, match=r"the last 10 steps were refused.*checkpoint"):
+        kw.check_progress((optax.EmptyState(), state))
+    with pytest.raises(FloatingPointError, match="the last 9 steps"):
+        kw.check_progress(before, refused=5)
+    with pytest.raises(ValueError, match="refused must be a whole number >= 1"):
+        kw.check_progress(before, refused=0)
+
+
+def test_of_several_replicas_one_that_is_stuck_is_enough(stuck):
+    _, (_, before), (_, state) = stuck
+    both = jax.tree.map(lambda *xs: np.stack(xs), before, state)
+    with pytest.raises(FloatingPointError, match="the last 10 steps"):
+        kw.check_progress(both)
+
+
+def test_diagnostics_warns_of_ten_refusals(stuck, recwarn):
+    _, (_, before), (_, state) = stuck
+    jax.jit(kw.diagnostics)(state)  # nobody can look
+    kw.diagnostics(before)
+    assert not [w for w in recwarn if "refused" in str(w.message)]
+    with pytest.warns(RuntimeWarning, match="were refused.*checkpoint"):
+        kw.diagnostics(state)
+
+
+def test_a_step_outside_of_jit_after_ten_refusals_is_an_error(stuck):
+    training, _, (params, state) = stuck
+    oracle = training.problem.oracle(params, 0)
+    with pytest.raises(FloatingPointError, match="the last 10 steps were refused"):
+        training.tx.update(params, state, params, oracle=oracle)
+
+
+# --- Learning rates below zero --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [kw.kfac, kw.so_kldwrm, kw.q_kldwrm])
+@pytest.mark.parametrize("bad", [-0.1, np.nan])
+def test_a_schedule_below_zero_takes_no_step_and_training_goes_on_after_it(make, bad):
+    problem = small_nets.problem(norm=False)
+    tx = make(problem.layers, lambda k: jnp.where((k == 1) | (k == 2), bad, 0.1), refresh_every=2)
+    step = small_nets.jit(problem.step(tx))
+    start = step(problem.params, tx.init(problem.params), 0)
+    params, state = step(*step(*start, 1), 2)
+    assert_same(params, start[0])
+    scalars = kw.diagnostics(state)
+    assert scalars["rejected_steps"] == scalars["refused_in_a_row"] == 2
+    params, state = step(params, state, 3)
+    assert kw.diagnostics(state)["refused_in_a_row"] == 0
+    assert np.any(params["last"]["kernel"] != start[0]["last"]["kernel"])
+
+
+def test_outside_of_jit_a_schedule_below_zero_is_an_error():
+    problem = small_nets.problem(norm=False)
+    tx, oracle = kw.kfac(problem.layers, lambda k: 0.1 - k), problem.oracle(problem.params, 0)
+    state = tx.init(problem.params)._replace(count=jnp.array(1, jnp.int32))
+    with pytest.raises(ValueError, match=r"learning_rate must be a number >= 0, got .*-0.9"):
+        tx.update(problem.params, state, problem.params, oracle=oracle)

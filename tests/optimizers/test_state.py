@@ -17,12 +17,20 @@ KEYS = {
     "outliers",
     "calibration",
     "rejected_steps",
+    "refused_in_a_row",
     "kl_clip",
+    "true_kl_clip",
+    "kl_ratio",
     "block_clip",
     "contraction",
     "wake_ratio",
     "objective_before",
     "objective_after",
+    "learning_rate",
+    "momentum",
+    "damping",
+    "reduction_ratio",
+    "kl_limit",
 }
 
 
@@ -40,6 +48,8 @@ def test_every_member_holds_what_it_needs_and_nothing_else(small):
     wake = common | {"g_prev", "g_hat", "pull"}
     for tx, expected in [
         (kw.kfac(small.layers, 0.1), common),
+        (kw.kfac(small.layers, 0.1, momentum=0.5), common | {"last_step"}),
+        (kw.kfac(small.layers), common | {"last_step", "offset", "fit"}),
         (kw.so_kldwrm(small.layers, 0.1), wake),
         (kw.so_kldwrm(small.layers, 0.1, nu=0.1), wake | {"momentum"}),
         (kw.q_kldwrm(small.layers, 0.1), wake),
