@@ -42,7 +42,7 @@ class QuadraticModel(NamedTuple):
     def minimiser(self, i: int, j: int, damping: Scalar, mu: float) -> tuple[jax.Array, jax.Array]:
         """The best coefficients of two directions; of the second, 0 if that direction is zero."""
         b, m = self.slope, mu * self.curvature(damping)
-        jitter = 1 + 10 * jnp.finfo(m.dtype).eps  # directions may be parallel
+        jitter = 1 + jnp.finfo(m.dtype).eps ** 0.75  # directions may be parallel
         ii, ij, jj = m[i, i] * jitter, m[i, j], m[j, j] * jitter
         known = self.norms[j, j] > 0
         determinant = jnp.where(known, ii * jj - ij**2, 1)

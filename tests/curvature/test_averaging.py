@@ -1,5 +1,7 @@
 """How statistics enter the averaged Fisher, and how and when it is inverted."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -238,7 +240,9 @@ def test_an_inversion_that_fails_leaves_the_inverses_and_is_counted(is_first, rn
     before = fisher.invert(BLOCKS, good, jnp.array(0), at(True)).averages
     singular = before._replace(factors=before.factors | {"dense": (np.ones((4, 4)), np.eye(2))})
     no_damping = at(is_first, damping=0.0)
-    failed = fisher.invert(BLOCKS, refreshed_as(singular), jnp.array(0), no_damping)
+    failed = fisher.invert(
+        BLOCKS, refreshed_as(singular)._replace(damping=0.0), jnp.array(0), no_damping
+    )
     assert_same(failed.averages, singular)
     assert failed.rejected
     assert failed.refreshed == (not is_first)  # with no inverse at all there is no step
