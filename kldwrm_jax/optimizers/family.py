@@ -65,12 +65,15 @@ def kfac(
         eigendecompositions; ``"factored"``: :math:`\sqrt\gamma` on each factor, cheaper.
       refresh_every: steps between two refreshes of factors and inverses.
       inverse: how and when inverses are made.
-      kl_clip: limit of the step's quadratic divergence, :math:`s'\bar F s`; None turns it off. With
-        low damping or a high learning rate, where first steps are large, try 0.01.
+      kl_clip: limit of the step's quadratic divergence, :math:`s'\bar F s`; None turns it off.
+        ``"auto"`` is 0.1 with a learning rate; with low damping or a high rate, where first steps
+        are large, try 0.01. A step that sets itself has a limit of its own for :math:`s'Fs`, with
+        the exact Fisher, and this bounds it from above (``"auto"`` and None do not).
       true_kl_clip: limit of the same with the exact Fisher of the batch, for every number among the
         outputs of an example: the blocks, or an average that is some steps old, may underestimate
         the divergence by orders of magnitude. A JVP per refresh, and one on every step that comes
-        near the limit. None, or ``kl_clip=None``, turns it off.
+        near the limit. None, or ``kl_clip=None``, turns it off; a step that sets itself does not
+        need it.
       weight_decay: multiplies the parameters, and joins the gradient before it is preconditioned.
         For K-FAC this equals ``optax.add_decayed_weights`` in front of it in a chain.
       calibrate: multiplies the blocks by the ratio of the exact to the approximate quadratic KL
@@ -145,7 +148,11 @@ def so_kldwrm(
 
     Args:
       layers: ``net.layers`` of ``net = kldwrm_jax.instrument(model, likelihood, x)``.
-      learning_rate: :math:`1/\lambda`, a number or an Optax schedule.
+      learning_rate: :math:`1/\lambda`, a number or an Optax schedule; None for a step that sets
+        itself: what is fitted minimises the member's objective, wake included, where
+        :math:`\lambda` is 1 on calibrated blocks.
+      momentum: see :func:`kfac`.
+      fit: see :func:`kfac`.
       rho: decay of the average and of the wake.
       damping: :math:`\gamma`; the theory is that of :math:`F_i + \gamma I`. See :func:`kfac`.
       damping_mode: see :func:`kfac`.
@@ -229,7 +236,10 @@ def q_kldwrm(
     Args:
       layers: ``net.layers`` of ``net = kldwrm_jax.instrument(model, likelihood, x)``.
       learning_rate: :math:`1/\lambda`, a number or an Optax schedule; the ratio of rates enters the
-        recursion (Prop. A.1), and a sharp drop makes the old wake count more for a step.
+        recursion (Prop. A.1), and a sharp drop makes the old wake count more for a step. None: see
+        :func:`so_kldwrm`.
+      momentum: see :func:`kfac`.
+      fit: see :func:`kfac`.
       rho: decay of the average and of the wake.
       damping: :math:`\gamma`; see :func:`kfac`.
       damping_mode: with None ``"factored"`` for the ``"exact"`` solver, which needs it, and
@@ -321,7 +331,10 @@ def qe_kldwrm(
 
     Args:
       layers: ``net.layers`` of ``net = kldwrm_jax.instrument(model, likelihood, x)``.
-      learning_rate: :math:`1/\lambda`, a number or an Optax schedule.
+      learning_rate: :math:`1/\lambda`, a number or an Optax schedule. With None the Q step sets
+        itself before the inner solver improves it.
+      momentum: of the Q step; see :func:`kfac`.
+      fit: see :func:`kfac`.
       rho: decay of the average and of the wake.
       damping: :math:`\gamma`; see :func:`kfac`.
       damping_mode: see :func:`q_kldwrm`.
