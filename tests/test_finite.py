@@ -62,5 +62,8 @@ def test_the_total_is_the_sum():
 
 
 def test_the_inner_product_of_trees_is_that_of_their_vectors():
-    a, b = {"x": jnp.arange(6.0).reshape(2, 3), "y": jnp.array(2.0)}, {"x": jnp.ones((2, 3)), "y": 3.0}
+    a, b = (
+        {"x": jnp.arange(6.0).reshape(2, 3), "y": jnp.array(2.0)},
+        {"x": jnp.ones((2, 3)), "y": 3.0},
+    )
     assert vdot(a, b) == 15 + 6

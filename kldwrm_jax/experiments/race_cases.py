@@ -69,7 +69,11 @@ def _text(data_dir: Path | None, length: int = 32) -> Loaded:
         tokens = tokens[: len(tokens) // (length + 1) * (length + 1)].reshape(-1, length + 1)
         return jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:])
 
-    return models.Transformer(len(characters)), kw.Categorical(), Arrays(*windows(train), *windows(test))
+    return (
+        models.Transformer(len(characters)),
+        kw.Categorical(),
+        Arrays(*windows(train), *windows(test)),
+    )
 
 
 def _images(name: str, model: str) -> Callable[[Path | None], Loaded]:

@@ -47,7 +47,12 @@ def test_a_benchmark_prints_its_table_and_saves_ratios_times_memory_and_provenan
 
 @pytest.mark.parametrize(
     ("argument", "complaint"),
-    [("optimizers", "kfac-product"), ("networks", "mlp, paper-cnn"), ("gradients", "oracle"), ("fisher", "sampled")],
+    [
+        ("optimizers", "kfac-product"),
+        ("networks", "mlp, paper-cnn"),
+        ("gradients", "oracle"),
+        ("fisher", "sampled"),
+    ],
 )
 def test_an_unknown_name_gets_the_known_ones(argument, complaint, capsys, tmp_path):
     assert cli.main(["bench", f"--{argument}", "lbfgs", "--out", str(tmp_path / "bench")]) == 1

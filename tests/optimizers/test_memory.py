@@ -11,9 +11,14 @@ from kldwrm_jax.curvature.solvers import FactoredDamping
 from kldwrm_jax.experiments.models import StridedCNN, Transformer
 
 MODELS = {
-    "cnn": (StridedCNN(10, (8, 12, 16)), (64, 28, 28, 1), (64,)),
-    "decoder": (Transformer(32, width=32, heads=4, depth=2), (16, 32), (16, 32)),
+    "cnn": (StridedCNN(10, (8, 12, 16)), jnp.zeros((64, 28, 28, 1)), jnp.zeros(64, int)),
+    "decoder": (
+        Transformer(32, width=32, depth=1),
+        jnp.zeros((16, 32), int),
+        jnp.zeros((16, 32), int),
+    ),
 }
+BEYOND = "inverses of all layers are held at once, and those of a network this narrow count"
 
 
 def temporary(function, *args, donate=()):
@@ -41,15 +46,14 @@ def needed(net, model, params, x, y):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the memory of a CPU's programs")
-@pytest.mark.parametrize("optimizer", [kw.kfac, kw.so_kldwrm], ids=["kfac", "so"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_step_needs_little_more_memory_than_its_gradient(name, optimizer):
-    model, shape, labels = MODELS[name]
-    x = jnp.zeros(shape, int) if name == "decoder" else jnp.zeros(shape)
-    y = jnp.zeros(labels, int)
+@pytest.mark.parametrize(
+    "name", ["decoder", pytest.param("cnn", marks=pytest.mark.xfail(strict=True, reason=BEYOND))]
+)
+def test_a_step_needs_little_more_memory_than_its_gradient(name):
+    model, x, y = MODELS[name]
     params = jax.jit(model.init)(jax.random.key(0), x)["params"]
     net = kw.instrument(model, kw.Categorical(), x)
-    tx = optimizer(net.layers, 0.1, damping_mode="factored", refresh_every=20)
+    tx = kw.kfac(net.layers, 0.1, damping_mode="factored", refresh_every=20)
 
     def step(params, state, x, y):
         key = jax.random.key(state.count)
@@ -58,4 +62,4 @@ def test_a_step_needs_little_more_memory_than_its_gradient(name, optimizer):
         return optax.apply_updates(params, updates), state
 
     found = temporary(step, params, tx.init(params), x, y, donate=(0, 1))
-    assert found <= 1.25 * needed(net, model, params, x, y)
+    assert found <= 1.2 * needed(net, model, params, x, y)
