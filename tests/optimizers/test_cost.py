@@ -38,7 +38,7 @@ MEASURING = 3 * FORWARD - 2 * BATCH * 784 * 512
 def compiled(subject, count=None):
     """An optimized step of ``subject``: the ``count``-th, or any."""
     batch = batch_of(BATCH)
-    step, state = training_step(MLP(10, (512, 512)), subject, batch, fisher="empirical")
+    step, state = training_step(MLP(10, (512, 512)), subject, batch, "value_and_grad", "empirical")
 
     def this_step(state, batch):
         params, opt_state = state
