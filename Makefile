@@ -14,7 +14,7 @@ $(READY): pyproject.toml
 demo: $(READY)  ## six optimizers on handwritten digits: a table and a figure in two minutes
 	$(BIN)/kldwrm demo
 
-bench: $(READY)  ## step time relative to SGD
+bench: $(READY)  ## step time relative to Adam
 	$(BIN)/kldwrm bench
 
 test: $(READY)  ## the default tests, on two workers

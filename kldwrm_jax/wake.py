@@ -35,9 +35,9 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from kldwrm_jax.arguments import Scalar
+from kldwrm_jax.finite import vdot
 
 Tree = TypeVar("Tree")
 
@@ -96,5 +96,5 @@ def remember(rho: Scalar, pull: Tree, fisher_step: Tree) -> Tree:
 
 def ratio(lr: Scalar, model_gradient: Tree, pull: Tree) -> jax.Array:
     r""":math:`\|R_k\| / (\mathrm{lr}_k \|\nabla M_k(0)\|)`: how much the wake counts in a step."""
-    r, m = (jnp.sqrt(optax.tree.vdot(tree, tree)) for tree in (pull, model_gradient))
+    r, m = (jnp.sqrt(vdot(tree, tree)) for tree in (pull, model_gradient))
     return r / jnp.where(lr * m > 0, lr * m, 1)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kldwrm_jax.finite import all_finite, total
+from kldwrm_jax.finite import all_finite, total, vdot
 
 TYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 each_call = pytest.mark.parametrize(
@@ -59,3 +59,11 @@ def test_the_total_is_the_sum():
     assert total([jnp.array(x) for x in (1.0, -4.0, 0.5)]) == -2.5
     assert total([jnp.array(1.0), jnp.array(2)]) == 3
     assert jnp.isnan(total([jnp.array(1.0), jnp.array(np.nan)]))
+
+
+def test_the_inner_product_of_trees_is_that_of_their_vectors():
+    a, b = (
+        {"x": jnp.arange(6.0).reshape(2, 3), "y": jnp.array(2.0)},
+        {"x": jnp.ones((2, 3)), "y": 3.0},
+    )
+    assert vdot(a, b) == 15 + 6

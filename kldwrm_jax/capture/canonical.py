@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 _CALLS = ("pjit", "jit", "closed_call", "remat2", "checkpoint")
 
@@ -22,10 +22,24 @@ def canonical_convolutions(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def canonical(*args: Any) -> Any:
         program, out = jax.make_jaxpr(function, return_shape=True)(*args)
-        results = _evaluate(program.jaxpr, program.consts, jax.tree.leaves(args))
+        if _convolves(program.jaxpr):
+            results = _evaluate(program.jaxpr, program.consts, jax.tree.leaves(args))
+        else:
+            results = jaxpr_as_fun(program)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return canonical
+
+
+def _convolves(jaxpr: Jaxpr) -> bool:
+    """Whether a program has a convolution that :func:`_evaluate` would meet."""
+    for equation in jaxpr.eqns:
+        inner = equation.params.get("jaxpr") if equation.primitive.name in _CALLS else None
+        if equation.primitive.name == "conv_general_dilated":
+            return True
+        if isinstance(inner, ClosedJaxpr) and _convolves(inner.jaxpr):
+            return True
+    return False
 
 
 def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

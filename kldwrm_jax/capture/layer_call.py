@@ -159,9 +159,10 @@ def patch_rows(patches: Callable[[jax.Array], jax.Array], window: Shape, groups:
         # A patch is picked by its pixels' numbers, which the convolution of an image of them tells:
         # on a CPU four times as fast as a convolution of every channel, in half the memory.
         with jax.ensure_compile_time_eval():
-            numbers = jnp.arange(1.0, math.prod(spatial) + 1).reshape(*spatial)
+            numbers = np.arange(1, math.prod(spatial) + 1, dtype=np.float32)
             image = numbers.reshape((1,) * (1 + len(batch)) + spatial + (1,))
-            picked = np.asarray(patches(image), int).reshape(-1, places)  # 0 is padding
+            # In one jit: a model's first call would wait for every operation of the layer.
+            picked = np.asarray(jax.jit(patches)(image), int).reshape(-1, places)  # 0 is padding
         out = jax.eval_shape(patches, jax.ShapeDtypeStruct((1, *x.shape[:-1], 1), x.dtype))
         x = x.reshape(*batch, math.prod(spatial), channels)
         rows = jnp.take(x, np.maximum(picked.ravel() - 1, 0), axis=-2, mode="clip")

@@ -74,8 +74,9 @@ def _convolution(layer: Callable[..., nn.Module], call: ModuleCall) -> LayerCall
 
     def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
         features = kernel.shape[-2 if transposed else -1]
-        precision = jax.lax.Precision.HIGHEST
-        bare = layer(features=features, use_bias=False, precision=precision, **settings)
+        # Flax runs the initializer to compare shapes: a normal one would be compiled for that.
+        own: Any = {"precision": jax.lax.Precision.HIGHEST, "kernel_init": nn.initializers.zeros}
+        bare = layer(features=features, use_bias=False, **own, **settings)
         out: Any = bare.apply({"params": {"kernel": kernel}}, x)
         return out
 

@@ -14,13 +14,14 @@ from kldwrm_jax.curvature.blocks import Block, Factors, average
 from kldwrm_jax.curvature.inverse import Inverse, InversionSlot, slots
 from kldwrm_jax.curvature.layers import LayerBlock, Layers, per_block
 from kldwrm_jax.curvature.outliers import Traces, Verdict, judge_outlier, traces
+from kldwrm_jax.curvature.sides import Side
 from kldwrm_jax.curvature.solvers import (
     Operator,
     QuadraticSolver,
     Solver,
     StepScalars,
 )
-from kldwrm_jax.finite import all_finite, total
+from kldwrm_jax.finite import all_finite, together, total
 from kldwrm_jax.paths import Leaves
 from kldwrm_jax.replicas import shared_any, shared_count
 
@@ -207,7 +208,7 @@ class AveragedFisher:
             restart={name: own.restart for name, own in verdicts.items()},
             refreshed=good,
             rejected=usable & ~good,
-            outlier=jnp.stack([own.rejected for own in verdicts.values()]).any(),
+            outlier=together([own.rejected for own in verdicts.values()]).any(),
             damping=self._damping(blocks, new, at),
         )
         screened = {
@@ -238,7 +239,7 @@ class AveragedFisher:
         no = jnp.zeros((), bool)
 
         def finite() -> jax.Array:
-            return usable & jnp.isfinite(jnp.stack(jax.tree.leaves(new))).all()
+            return usable & jnp.isfinite(together(jax.tree.leaves(new))).all()
 
         def first() -> tuple[jax.Array, dict[str, Verdict]]:
             verdict = Verdict(jnp.zeros((), float), no, no, jnp.zeros((), jnp.int32))
@@ -307,7 +308,7 @@ class AveragedFisher:
 
         def invert(factors: list[Factors], old: list[Any]) -> tuple[list[Any], jax.Array]:
             new = self.inverse.make(self.solver.damping_mode, kinds, factors, damping, old)
-            finite = all_finite(new)
+            finite = all_finite(list(map(_spectra, kinds, new)))
             return jax.lax.cond(usable & finite, lambda: new, lambda: old), finite
 
         copies = slot.copies
@@ -338,6 +339,20 @@ def _if_due(
         return then()
     count = shared_count(count)
     return jax.lax.cond(count % jnp.asarray(every, count.dtype) == 0, then, otherwise)
+
+
+def _spectra(block: Block, cache: Any) -> list[jax.Array]:
+    """What is not finite if anything of an inverse is not.
+
+    Of eigenvectors their values; of an inverse its diagonal, which bounds the rest.
+    """
+
+    def own(side: type[Side], x: Any) -> Any:
+        if hasattr(x, "values"):
+            return x._replace(vectors=x.values)
+        return side.mean_eigenvalue(x)
+
+    return [own(*each) for each in block.split(cache)]
 
 
 def _cut(tree: Any, start: jax.Array, length: int) -> Any:

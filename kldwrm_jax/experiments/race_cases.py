@@ -45,29 +45,6 @@ class Problem(NamedTuple):
         return value is not None and sign * value >= sign * target
 
 
-class Transformer(nn.Module):
-    """A causal decoder; the outputs are logits of the next character."""
-
-    characters: int
-    width: int = 48
-    heads: int = 4
-    depth: int = 2
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits at every position."""
-        places, frequencies = np.arange(tokens.shape[1]), np.arange(0, self.width, 2)
-        angles = places[:, None] / 100.0 ** (frequencies / self.width)
-        positions = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1).astype(np.float32)
-        x = nn.Embed(self.characters, self.width)(tokens) + positions
-        for _ in range(self.depth):
-            mask = nn.make_causal_mask(tokens)
-            x += nn.MultiHeadDotProductAttention(self.heads)(nn.LayerNorm()(x), mask=mask)
-            hidden = nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x)))
-            x += nn.Dense(self.width)(hidden)
-        return nn.Dense(self.characters)(nn.LayerNorm()(x))
-
-
 _WORDS = (
     ("anna", "bruno", "the baker", "a sailor", "my neighbour", "the old queen"),
     ("sees", "follows", "paints", "remembers", "never meets", "waits for"),
@@ -92,7 +69,11 @@ def _text(data_dir: Path | None, length: int = 32) -> Loaded:
         tokens = tokens[: len(tokens) // (length + 1) * (length + 1)].reshape(-1, length + 1)
         return jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:])
 
-    return Transformer(len(characters)), kw.Categorical(), Arrays(*windows(train), *windows(test))
+    return (
+        models.Transformer(len(characters)),
+        kw.Categorical(),
+        Arrays(*windows(train), *windows(test)),
+    )
 
 
 def _images(name: str, model: str) -> Callable[[Path | None], Loaded]:

@@ -31,10 +31,10 @@ def compile_step(step: Step, state: Any, batch: Any) -> Compiled:
 def interleaved(
     cases: Mapping[Any, Compiled], base: Compiled, batch: Any, steps: int, rounds: int
 ) -> Iterator[dict[Any, np.ndarray]]:
-    """Times rounds of steps of every case in turn, each right after a round of the baseline.
+    """Times rounds of steps of every case in turn, each right after some of the baseline's.
 
     Yields after every round the seconds so far, by case: wall-clock and process time of its steps,
-    then those of the baseline, as an array (4, rounds, steps). A first round warms up caches and
+    then means of the baseline's, as an array (4, rounds, steps). A first round warms up caches and
     buffers and is discarded.
     """
     states = {name: case.state for name, case in cases.items()}
@@ -42,9 +42,10 @@ def interleaved(
     seconds: dict[Any, list] = {name: [] for name in cases}
     for _ in range(rounds + 1):
         for name, case in cases.items():
-            base_state, base_seconds = _run(base.step, base_state, batch, steps)
+            base_state, base_seconds = _run(base.step, base_state, batch, -(-steps // 4))
             states[name], own_seconds = _run(case.step, states[name], batch, steps)
-            seconds[name].append(np.concatenate([own_seconds, base_seconds]))
+            typical = np.median(base_seconds, axis=1, keepdims=True)
+            seconds[name].append(np.concatenate([own_seconds, typical.repeat(steps, axis=1)]))
         yield {name: np.stack(own, axis=1)[:, 1:] for name, own in seconds.items()}
 
 

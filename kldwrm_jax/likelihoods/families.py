@@ -144,8 +144,10 @@ class Categorical:
         classes = outputs.shape[-1]
         targets = targets.astype(jnp.int32)  # which holds the bounds, as unsigned bytes do not
         known = jnp.clip(targets, -classes, classes - 1)
-        picked = jnp.take_along_axis(log_softmax(outputs), known[..., None], axis=-1)
-        return -picked[..., 0] * jnp.where(known == targets, 1, jnp.nan)
+        # Picked by a mask: the gradient of a look-up is a scatter, which takes long to compile.
+        mask = jnp.arange(classes) == (known % classes)[..., None]
+        picked = jnp.where(mask, log_softmax(outputs), 0).sum(axis=-1)
+        return -picked * jnp.where(known == targets, 1, jnp.nan)
 
     def sample(self, key: jax.Array, outputs: jax.Array) -> jax.Array:
         """A class index for every sample."""

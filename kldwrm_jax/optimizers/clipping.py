@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from kldwrm_jax.arguments import Scalar, check_positive
 from kldwrm_jax.curvature import LayerBlock
+from kldwrm_jax.finite import together
 from kldwrm_jax.paths import Leaves
 
 
@@ -38,7 +39,7 @@ class Clip:
         if self.block is not None:
             factors = self._block_factors(v, lr, blocks)
             s = {path: factors[path] * x for path, x in s.items()}
-            smallest = jnp.min(jnp.stack([jnp.min(x) for x in factors.values()]))
+            smallest = jnp.min(together([jnp.min(x) for x in factors.values()]))
         return s, kl, smallest
 
     def blocks(self, v: Leaves, lr: Scalar, blocks: Sequence[LayerBlock]) -> Leaves:

@@ -5,7 +5,7 @@ and so what the wake remembers. Then the average is *inverted*, and the directio
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from kldwrm_jax.curvature import (
     unchanged,
 )
 from kldwrm_jax.curvature.blocks import Factors
-from kldwrm_jax.finite import all_finite, total
+from kldwrm_jax.finite import all_finite, together, total
 from kldwrm_jax.optimizers.gradients import Gradients
 from kldwrm_jax.paths import Leaves
 
@@ -81,7 +81,7 @@ def solve(
         # What the likelihood does not see has no divergence; 0 times what is not finite is nan.
         sizes.append(0 * size if block.unseen else size)
         contractions.append(jnp.asarray(operator.contraction, float))
-    return Direction(v, fisher_v, total(sizes), jnp.max(jnp.stack(contractions)), b=None)
+    return Direction(v, fisher_v, total(sizes), jnp.max(together(contractions)), b=None)
 
 
 def solve_cached(fisher: AveragedFisher, inputs: StepInputs, refreshed: Refreshed) -> Direction:
@@ -93,11 +93,11 @@ def solve_cached(fisher: AveragedFisher, inputs: StepInputs, refreshed: Refreshe
 
 
 def observe(
-    fisher: AveragedFisher, before: Averages, inputs: StepInputs
+    fisher: AveragedFisher, before: Averages, inputs: StepInputs, judged: Any
 ) -> tuple[Refreshed, dict[str, Factors]]:
-    """The averages with the batch's statistics, and those statistics."""
+    """The averages with the batch's statistics if ``judged`` is finite, and those statistics."""
     fresh = _statistics(inputs.oracle, before.factors)
-    usable = all_finite(inputs.gradients.g)
+    usable = all_finite(judged)
     return fisher.observe(inputs.blocks, before, fresh, usable, inputs.at)
 
 
@@ -106,10 +106,10 @@ def advance(
 ) -> tuple[Refreshed, Direction]:
     """The averages, refreshed if that is due, and the direction they give, with ``b`` if wanted."""
     as_before = unchanged(before, inputs.blocks, inputs.at.damping)
-    solver = fisher.fresh_solver
+    solver, judged = fisher.fresh_solver, _judged(inputs)
     if solver is None:
         refreshed = fisher.if_refresh(
-            inputs.k, lambda: observe(fisher, before, inputs)[0], lambda: as_before
+            inputs.k, lambda: observe(fisher, before, inputs, judged)[0], lambda: as_before
         )
         # In a branch of its own: the memory that the statistics needed is free by now.
         refreshed = fisher.invert(inputs.blocks, refreshed, inputs.k, inputs.at)
@@ -123,7 +123,7 @@ def advance(
     kept = cached(as_before)
 
     def refresh() -> tuple[Refreshed, Direction]:
-        observed, fresh = observe(fisher, before, inputs)
+        observed, fresh = observe(fisher, before, inputs, judged)
         return fisher.if_inversion(
             inputs.k,
             lambda: _solve_fresh(solver, inputs, observed, fresh, cached),
@@ -131,6 +131,19 @@ def advance(
         )
 
     return fisher.if_refresh(inputs.k, refresh, lambda: kept)
+
+
+def _judged(inputs: StepInputs) -> Any:
+    """What is finite if and only if the gradient is.
+
+    Without a wake it is the right side of the solve, which every step computes: the gradient itself
+    would have to be brought into another layout for the branch of a refresh.
+    """
+    gradients, lr = inputs.gradients, inputs.at.lr / inputs.at.calibration
+    if gradients.pull is not None:
+        return gradients.g
+    rhs = gradients.right_side(lr, gradients.effective(lr))
+    return [block.gather(rhs) for block in inputs.blocks]
 
 
 def _solve_fresh(

@@ -24,6 +24,7 @@ from kldwrm_jax import wake
 from kldwrm_jax.arguments import check_decay, check_non_negative, is_known
 from kldwrm_jax.capture import Oracle
 from kldwrm_jax.curvature import AveragedFisher, Averages, CachedInverse, Refreshed, StepScalars
+from kldwrm_jax.finite import vdot
 from kldwrm_jax.optimizers import calibration, eager
 from kldwrm_jax.optimizers.clipping import Clip
 from kldwrm_jax.optimizers.direction import Direction, StepInputs, advance
@@ -307,7 +308,7 @@ class Member:
         )
         solution = optax.tree.where(taken, solution, unsolved)
         # Where the inner solver diverges, the Q step stands.
-        converged = jnp.isfinite(optax.tree.vdot(solution.s, solution.s))
+        converged = jnp.isfinite(vdot(solution.s, solution.s))
         return step._replace(
             s=optax.tree.where(converged, solution.s, step.s),
             metrics=step.metrics
@@ -350,7 +351,7 @@ class Member:
             fisher_s = self.fisher.times(
                 step.inputs.blocks, step.refreshed.averages, step.s, at.damping
             )
-            finite &= jnp.isfinite(optax.tree.vdot(fisher_s, step.s))
+            finite &= jnp.isfinite(vdot(fisher_s, step.s))
         lr = at.lr / at.calibration
         g_hat = wake.unscaled(lr, gradients.effective(lr), gradients.m)
         memory |= {

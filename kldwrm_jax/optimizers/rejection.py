@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from kldwrm_jax.arguments import Scalar, is_known
+from kldwrm_jax.finite import vdot
 from kldwrm_jax.paths import Leaves, leaves_by_path
 
 Tree = TypeVar("Tree")
@@ -58,5 +59,5 @@ def fade(remembered: Tree, decay: Scalar, finite: jax.Array, g: Leaves) -> Tree:
     If the gradient is finite but the direction is not, the memory is decayed, as by a step of zero,
     so that training can resume.
     """
-    overflowed = ~finite & jnp.isfinite(optax.tree.vdot(g, g))
+    overflowed = ~finite & jnp.isfinite(vdot(g, g))
     return optax.tree.scale(jnp.where(overflowed, jnp.asarray(decay, float), 1), remembered)

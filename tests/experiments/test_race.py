@@ -3,13 +3,13 @@ import json
 import numpy as np
 import pytest
 
-from kldwrm_jax.experiments import cli, race, race_cases
+from kldwrm_jax.experiments import cli, models, race, race_cases
 from kldwrm_jax.experiments.race_cases import METHODS, PROBLEMS
 
 
 def _small_text():
     _, likelihood, arrays = race_cases._text(None, length=8)
-    model = race_cases.Transformer(characters=26, width=4, heads=2, depth=1)
+    model = models.Transformer(characters=26, width=4, heads=2, depth=1)
     return model, likelihood, arrays._replace(test_x=arrays.test_x[:8], test_y=arrays.test_y[:8])
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from small_nets import WELL
 
-from kldwrm_jax.experiments.bench_cases import images as batch_of
 from kldwrm_jax.experiments.bench_cases import training_step
+from kldwrm_jax.experiments.bench_networks import images as batch_of
 from kldwrm_jax.experiments.models import MLP
 
 BATCH = 512
@@ -38,7 +38,7 @@ MEASURING = 3 * FORWARD - 2 * BATCH * 784 * 512
 def compiled(subject, count=None):
     """An optimized step of ``subject``: the ``count``-th, or any."""
     batch = batch_of(BATCH)
-    step, state = training_step(MLP(10, (512, 512)), subject, batch)
+    step, state = training_step(MLP(10, (512, 512)), subject, batch, "value_and_grad", "empirical")
 
     def this_step(state, batch):
         params, opt_state = state

@@ -212,15 +212,15 @@ def test_statistics_of_other_shapes_are_named_with_both(changed, message, rng):
     inputs = step_inputs(rng, oracle=oracle_of(factors))
     fisher = averaged(LinearSolver(ProductDamping()))
     with pytest.raises(ValueError, match=message + r".*net = kldwrm_jax.instrument"):
-        direction.observe(fisher, fisher.init(), inputs)
+        direction.observe(fisher, fisher.init(), inputs, inputs.gradients.g)
 
 
 def test_statistics_are_not_observed_where_the_gradient_is_not_finite(rng):
     inputs = step_inputs(rng, oracle=oracle_of(two_blocks.random_factors(rng)))
     fisher = averaged(LinearSolver(ProductDamping()))
-    assert direction.observe(fisher, fisher.init(), inputs)[0].refreshed
+    assert direction.observe(fisher, fisher.init(), inputs, inputs.gradients.g)[0].refreshed
     inputs.gradients.g["scale"][0] = np.nan
-    refreshed, _ = direction.observe(fisher, fisher.init(), inputs)
+    refreshed, _ = direction.observe(fisher, fisher.init(), inputs, inputs.gradients.g)
     assert not refreshed.refreshed
     assert not any(np.any(x) for x in jax.tree.leaves(refreshed.averages.factors))
 
