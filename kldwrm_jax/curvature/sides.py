@@ -133,7 +133,7 @@ class Matrix(Side):
     def mean_eigenvalue(f: jax.Array) -> jax.Array:
         """The mean of the diagonal."""
         n = f.shape[-1]  # jnp.trace would make a matrix of the diagonal first
-        return _mean(f.reshape(*f.shape[:-2], n * n)[..., :: n + 1])
+        return f.reshape(*f.shape[:-2], n * n)[..., :: n + 1].mean(axis=-1)
 
     @staticmethod
     def shift(f: jax.Array, c: jax.Array) -> jax.Array:
@@ -207,7 +207,7 @@ class Vector(Side):
     @staticmethod
     def mean_eigenvalue(f: jax.Array) -> jax.Array:
         """The mean."""
-        return _mean(f)
+        return jnp.mean(f, axis=-1)
 
     @staticmethod
     def shift(f: jax.Array, c: jax.Array) -> jax.Array:
@@ -360,17 +360,6 @@ def low_rank(f: jax.Array, vectors: jax.Array, extra: jax.Array) -> LowRank:
     values = jnp.maximum(values[-rank:], 0)
     tail = jnp.maximum(jnp.trace(f) - values.sum(), 0) / (f.shape[-1] - rank)
     return LowRank(matmul(space, rotation[:, -rank:]), values, tail)
-
-
-def _mean(x: jax.Array) -> jax.Array:
-    """The mean of the last axis.
-
-    Summed in rows that XLA does not split once more, and divided before: one kernel per length,
-    and none that depends on it among those that use the mean.
-    """
-    n, row = x.shape[-1], 32
-    padded = jnp.pad(x / n, [(0, 0)] * (x.ndim - 1) + [(0, -n % row)])
-    return padded.reshape(*x.shape[:-1], -1, row).sum(axis=(-2, -1))
 
 
 def _cholesky_solve(f: jax.Array) -> Callable[..., jax.Array]:

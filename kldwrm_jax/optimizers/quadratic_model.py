@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from kldwrm_jax.arguments import Scalar
 from kldwrm_jax.capture import Oracle
+from kldwrm_jax.finite import vdot
 from kldwrm_jax.paths import Leaves
 
 
@@ -64,11 +64,9 @@ def measure(
     fisher, samples = oracle.thinned(examples).gram(directions)
     batch = oracle.batch_size
     return QuadraticModel(
-        loss_slope=jnp.stack([optax.tree.vdot(v, g) for v in directions]),
-        slope=jnp.stack([optax.tree.vdot(v, objective_gradient) for v in directions]),
+        loss_slope=jnp.stack([vdot(v, g) for v in directions]),
+        slope=jnp.stack([vdot(v, objective_gradient) for v in directions]),
         fisher=fisher,
-        norms=jnp.stack(
-            [jnp.stack([optax.tree.vdot(u, v) for v in directions]) for u in directions]
-        ),
+        norms=jnp.stack([jnp.stack([vdot(u, v) for v in directions]) for u in directions]),
         samples=samples * batch / min(examples, batch),
     )
