@@ -77,7 +77,7 @@ def test_a_vmap_keeps_the_refresh_in_its_branch(name):
     """A branch that has become a select runs on every step."""
     problem = small_nets.problem(norm=False)
     make, settings = MEMBERS[name]
-    tx = make(problem.layers, 0.05, refresh_every=EVERY, **settings)
+    tx = make(problem.layers, **{"learning_rate": 0.05} | settings, refresh_every=EVERY)
     step = problem.step(tx)
     params = jax.tree.map(lambda p: jnp.stack([p] * SEEDS), problem.params)
     states = jax.vmap(tx.init)(params)

@@ -193,7 +193,9 @@ class Oracle:
         batch = self.batch_size
 
         def cut(x: Any) -> Any:
-            return take(jnp.asarray(x)) if jnp.ndim(x) and jnp.shape(x)[0] == batch else x
+            if getattr(x, "ndim", 0) == 0 or x.shape[0] != batch:
+                return x
+            return take(jnp.asarray(x))
 
         call = dataclasses.replace(
             self.call,

@@ -41,8 +41,8 @@ class IterateAverage(NamedTuple):
 
 def no_average() -> IterateAverage:
     """Before the first step."""
-    zero = jnp.zeros((), float)
-    return IterateAverage(zero, jnp.ones((), float), zero, zero)
+    age, slope, size = (jnp.zeros((), float) for _ in range(3))
+    return IterateAverage(age, jnp.ones((), float), slope, size)
 
 
 def weight(age: jax.Array) -> jax.Array:

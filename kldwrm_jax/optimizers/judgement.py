@@ -40,8 +40,7 @@ class Verdict(NamedTuple):
 
 def unjudged() -> Judgement:
     """Before the first step."""
-    zero = jnp.zeros((), float)
-    return Judgement(zero, zero, zero, jnp.ones((), float))
+    return Judgement(*(jnp.zeros((), float) for _ in range(3)), share=jnp.ones((), float))
 
 
 def judge(

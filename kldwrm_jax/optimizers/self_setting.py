@@ -141,17 +141,14 @@ class SelfSetting:
 
     def init(self) -> FitState:
         """Before the first step."""
-        zero, yes = jnp.zeros((), float), jnp.ones((), bool)
-        initial = zero
-        if self.damping is not None and self.damping.initial is not None:
-            initial = jnp.asarray(self.damping.initial, float)
+        known = 0.0 if self.damping is None else self.damping.initial or 0.0
         return FitState(
-            damping=initial,
-            first_damping=initial,
-            limit=zero,
-            at_limit=~yes,
-            promise=zero,
-            fitting=yes,
+            damping=jnp.full((), known, float),
+            first_damping=jnp.full((), known, float),
+            limit=jnp.zeros((), float),
+            at_limit=jnp.zeros((), bool),
+            promise=jnp.zeros((), float),
+            fitting=jnp.ones((), bool),
             judgement=unjudged(),
             average=no_average(),
             w=jnp.zeros(3, float),

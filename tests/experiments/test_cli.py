@@ -18,7 +18,7 @@ COMMANDS = ("demo", "train", "paper", "report", "bench", "race")
         (["train", "--model", "resnet"], "paper-cnn, cnn, mlp"),
         (["train", "--model", "paper-cnn"], "--model cnn"),
         (["train", "--optimizer", "lbfgs"], "sgd, adam, kfac, so, q, qe"),
-        (["train", "--optimizer", "kfac", "--set", "omega", "1"], "learning_rate, rho"),
+        (["train", "--optimizer", "kfac", "--set", "omega", "1"], "learning_rate, momentum"),
         (["train", "--optimizer", "kfac", "--set", "rho", "2"], "rho must be in"),
         (["train", "--epochs", "0"], "--epochs must be positive"),
         (["paper", "--solvers", "adam"], "kfac, so, q, qe"),

@@ -51,7 +51,7 @@ def test_weight_decay_of_first_order_methods_is_added_to_the_gradient(name, prob
 def test_unknown_names_get_the_list(problem):
     with pytest.raises(UsageError, match="sgd, adam, kfac, so, q, qe"):
         recipes.setting("lbfgs")
-    with pytest.raises(UsageError, match=r"omega.*learning_rate, rho"):
+    with pytest.raises(UsageError, match=r"omega.*learning_rate, momentum"):
         recipes.setting("kfac", {"omega": 0.1})
     with pytest.raises(UsageError, match=r"nu.*learning_rate, momentum, .*weight_decay"):
         recipes.setting("sgd", {"nu": 0.1})
@@ -66,7 +66,6 @@ def test_the_defaults_are_the_papers():
         "weight_decay": 0.001,
         "refresh_every": 30,
         "kl_clip": 0.1,
-        "true_kl_clip": None,
         "solver": "reweighted",
         "block_clip": 2.0,
         "rho": 0.5,
