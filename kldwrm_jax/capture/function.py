@@ -1,18 +1,23 @@
-"""Plain JAX functions, whose layers are met where they are tagged.
+"""Functions, whose layers are met where they are tagged or where Flax modules are called.
 
 The parameters may be any pytree, an Equinox module too: its floating-point leaves are parameters,
 its other arrays and its static leaves go where they were.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 
 from kldwrm_jax.capture.call import Call
+from kldwrm_jax.capture.linen import Interceptor
 from kldwrm_jax.capture.model import Adapter
+from kldwrm_jax.capture.nnx import layers_in_function
+from kldwrm_jax.capture.observe import tell_folx
 from kldwrm_jax.capture.tag import TaggedLeaf, as_leaf
 from kldwrm_jax.capture.trace import Attached, TraceRecord, recording
 from kldwrm_jax.paths import leaves_by_path, replace_leaves
@@ -69,8 +74,12 @@ class FunctionAdapter(Adapter):
         for path, x in leaves.items():
             own = attached.get((path,), {})
             leaves[path] = TaggedLeaf(x, own, path, self.options, label)
-        with recording() as record:
+        with recording() as record, contextlib.ExitStack() as stack:
             record.find_leaf = as_leaf
+            tell_folx()
+            interceptor = Interceptor(self.options, record, in_function=True)
+            stack.enter_context(nn.intercept_methods(interceptor))
+            stack.enter_context(layers_in_function())
             try:
                 return self._call(leaves, call), {}, record
             except (TypeError, ValueError) as error:

@@ -22,7 +22,7 @@ from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.layer_call import Options
 from kldwrm_jax.capture.model import Adapter
 from kldwrm_jax.capture.readers import LayerMethod, ModuleCall
-from kldwrm_jax.capture.tag import TaggedLeaf
+from kldwrm_jax.capture.tag import TaggedLeaf, tagged_site
 from kldwrm_jax.capture.trace import Attached, CallSite, Path, TraceRecord, capture, recording
 
 _OURS = "kldwrm:"  # begins the names of what is added to a layer's params
@@ -108,11 +108,16 @@ def _as_dict(params: Any) -> dict[str, Any]:
 
 
 class Interceptor:
-    """Records the modules that are called, and observes the layers among them."""
+    """Records the modules that are called, and observes the layers among them.
 
-    def __init__(self, options: Options, record: TraceRecord):
+    They are those of a Linen model; or, ``in_function``, those that a function calls with tagged
+    leaves for their parameters.
+    """
+
+    def __init__(self, options: Options, record: TraceRecord, *, in_function: bool = False):
         self._options, self._module_types = options, record.module_types
         self._modules: tuple[nn.Module, ...] = ()  # those that are called now, innermost last
+        self._in_function = in_function
         self._path: Path = ()  # of the module that the paths of modules are relative to
         self._wrapper: str | None = None  # what reparametrises the modules that are called now
         self._asleep = False
@@ -162,7 +167,12 @@ class Interceptor:
                 f"nnx.bridge.ToLinen are not seen. Instrument the NNX module itself, or write this "
                 f"part in Linen"
             )
-        self._module_types[path] = type(module).__name__
+        if not self._in_function:
+            self._module_types[path] = type(module).__name__
+        else:
+            for leaf in self._own_parameters(module).values():
+                if isinstance(leaf, TaggedLeaf):
+                    self._module_types[tuple(leaf.path.split("/")[:-1])] = type(module).__name__
         method = readers.LINEN.get(function)
         if method is None:
             return out
@@ -172,11 +182,9 @@ class Interceptor:
     def _observed(
         self, path: Path, module: Any, method: LayerMethod, bound: inspect.BoundArguments, out: Any
     ) -> Any:
-        params = nn.unbox(dict(module.variables.get("params", {})))
-        own = {name: x for name, x in params.items() if not isinstance(x, Mapping)}
-        start = self.prefix()
-        attached = {k.removeprefix(start): x for k, x in own.items() if k.startswith(start)}
-        shapes = {name: jnp.shape(x) for name, x in own.items() if not name.startswith(_OURS)}
+        site = self._site(path, self._own_parameters(module))
+        if site is None:
+            return out
 
         def without_affine() -> jax.Array:
             names = [name for name in ("use_scale", "use_bias") if hasattr(module, name)]
@@ -186,12 +194,25 @@ class Interceptor:
 
         kind, inputs = method.layer.__name__, bound.args[1]
         call = method.read(
-            ModuleCall(kind, inputs, shapes, self._options, module, bound, without_affine)
+            ModuleCall(kind, inputs, site.shapes, self._options, module, bound, without_affine)
         )
         if self._wrapper is not None:
             call = f"its parameters are reparametrised by {self._wrapper}"
-        parameters = {name: "/".join((*path, name)) for name in shapes}
-        return capture(call, CallSite(path, parameters, shapes, attached), out)
+        return capture(call, site, out)
+
+    def _own_parameters(self, module: nn.Module) -> dict[str, Any]:
+        params = nn.unbox(dict(module.variables.get("params", {})))
+        return {name: x for name, x in params.items() if not isinstance(x, Mapping)}
+
+    def _site(self, path: Path, own: dict[str, Any]) -> CallSite | None:
+        if self._in_function:
+            return tagged_site(own)
+        start = self.prefix()
+        attached = {k.removeprefix(start): x for k, x in own.items() if k.startswith(start)}
+        values = {name: x for name, x in own.items() if not name.startswith(_OURS)}
+        parameters = {name: "/".join((*path, name)) for name in values}
+        shapes = {name: jnp.shape(x) for name, x in values.items()}
+        return CallSite(path, parameters, shapes, attached, tuple(values.values()))
 
     def _unfused(self, cell: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """An OptimizedLSTMCell as the LSTMCell of its parameters, whose Dense layers are met."""

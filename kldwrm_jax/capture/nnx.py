@@ -7,10 +7,12 @@ whose type derives from the kernel's: so filters by type, ``nnx.scan``, ``nnx.vm
 are.
 """
 
+import contextlib
 import dataclasses
 import functools
+import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ from kldwrm_jax.capture.call import Call, Slot
 from kldwrm_jax.capture.layer_call import Options
 from kldwrm_jax.capture.model import Adapter
 from kldwrm_jax.capture.readers import LayerMethod, ModuleCall
-from kldwrm_jax.capture.tag import TaggedLeaf, tag
+from kldwrm_jax.capture.tag import TaggedLeaf, tag, tagged_site
 from kldwrm_jax.capture.trace import (
     Attached,
     CallSite,
@@ -285,35 +287,93 @@ def _subclass(cls: type, *others: type) -> Any:
 
 def _observed_method(method: LayerMethod) -> Callable[..., Any]:
     """A method of a layer whose output is observed."""
-    original = getattr(method.layer, method.name)
+    original = _ORIGINALS[method]
 
     @functools.wraps(original)
     def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(self, *args, **kwargs)
         place: Place = self.kldwrm_place
-        bound = method.bind(self, args, kwargs)
         variables = {name: x for name, x in vars(self).items() if isinstance(x, nnx.Variable)}
         ours = {name for name in variables if name.startswith(_OURS)}
         shapes = {name: x.shape for name, x in variables.items() if name not in ours}
         mine = (name for name in ours if not name.startswith(_TAGS))
         attached = {name.removeprefix(_OURS): variables[name][...] for name in mine}
-
-        def without_affine() -> jax.Array:
-            bare = nnx.clone(self)
-            for name in ("scale", "bias"):
-                setattr(bare, name, None)
-            return original(bare, *bound.args[1:], **bound.kwargs)
-
-        kind, inputs = method.layer.__name__, bound.args[1]
-        call = method.read(
-            ModuleCall(kind, inputs, shapes, place.options, self, bound, without_affine)
-        )
+        values = tuple(variables[name][...] for name, _ in place.parameters)
+        call = _read(method, self, args, kwargs, shapes, place.options)
         parameters = dict(place.parameters)
         if place.wrapper is not None:
             call = f"its parameters are reparametrised by {place.wrapper}"
         elif not isinstance(call, str) and not {*call.spec.parameters} <= {*parameters}:
             call = "only some of its parameters are nnx.Param"
-        site = CallSite(place.path, parameters, shapes, attached)
-        return capture(call, site, out)
+        return capture(call, CallSite(place.path, parameters, shapes, attached, values), out)
+
+    return observed
+
+
+def _read(
+    method: LayerMethod, layer: Any, args: tuple, kwargs: Any, shapes: Any, options: Options
+) -> Any:
+    """A call of a layer, read by the reader of its method."""
+    bound = method.bind(layer, args, kwargs)
+
+    def without_affine() -> jax.Array:
+        bare = nnx.clone(layer)
+        for name in ("scale", "bias"):
+            setattr(bare, name, None)
+        return _ORIGINALS[method](bare, *bound.args[1:], **bound.kwargs)
+
+    kind, inputs = method.layer.__name__, bound.args[1]
+    return method.read(ModuleCall(kind, inputs, shapes, options, layer, bound, without_affine))
+
+
+# The methods of layers as Flax has them.
+_ORIGINALS: dict[LayerMethod, Callable[..., Any]] = {
+    method: getattr(method.layer, method.name)
+    for methods in readers.NNX.values()
+    for method in methods
+}
+_functions = threading.Lock()
+_open_functions = 0
+
+
+@contextlib.contextmanager
+def layers_in_function() -> Iterator[None]:
+    """While it is open, a layer observes itself if its parameters are tagged leaves.
+
+    A function makes its NNX modules itself, of Flax's own classes, so for this while the methods of
+    layers are ours. For any layer whose parameters are arrays, also in other threads, they are what
+    they were.
+    """
+    global _open_functions  # noqa: PLW0603
+    with _functions:
+        _open_functions += 1
+        if _open_functions == 1:
+            for method in _ORIGINALS:
+                setattr(method.layer, method.name, _method_in_function(method))
+    try:
+        yield
+    finally:
+        with _functions:
+            _open_functions -= 1
+            if _open_functions == 0:
+                for method, original in _ORIGINALS.items():
+                    setattr(method.layer, method.name, original)
+
+
+@functools.cache
+def _method_in_function(method: LayerMethod) -> Callable[..., Any]:
+    """A method of a layer whose output is observed if its parameters are tagged leaves."""
+    original = _ORIGINALS[method]
+
+    @functools.wraps(original)
+    def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(self, *args, **kwargs)
+        variables = {name: x for name, x in vars(self).items() if isinstance(x, nnx.Variable)}
+        leaves = {name: x.get_raw_value() for name, x in variables.items()}
+        site = tagged_site(leaves)
+        if site is None:
+            return out
+        options = leaves[next(iter(site.parameters))].options
+        return capture(_read(method, self, args, kwargs, site.shapes, options), site, out)
 
     return observed

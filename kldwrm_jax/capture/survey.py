@@ -13,8 +13,9 @@ from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.captured_layer import CapturedLayer
 from kldwrm_jax.capture.dependence import Dependence, find_dependence
 from kldwrm_jax.capture.model import Adapter, Model
+from kldwrm_jax.capture.observe import Derivative
 from kldwrm_jax.capture.stack import Stack, find_stacks
-from kldwrm_jax.capture.trace import SENTINEL, CallSite, Path, TraceRecord
+from kldwrm_jax.capture.trace import SENTINEL, CallSite, Path, TraceRecord, surveying
 from kldwrm_jax.curvature import Diagonal, LayerBlock, Layers, Parameter
 from kldwrm_jax.curvature.layer_spec import Embedding, LayerSpec, Shape
 from kldwrm_jax.paths import leaves_by_path
@@ -53,12 +54,14 @@ def survey(
         def run(params: Any, call: Call, attached: Any) -> None:
             records.append(adapter.run(params, call, attached, label)[2])
 
-        jax.eval_shape(run, params, call, dict(attached))
+        with surveying():
+            jax.eval_shape(run, params, call, dict(attached))
         return records[-1]
 
     record = trace({})
     specs = _agreed_specs(record, shapes)
     sites = {path: record.calls[path][-1][1] for path in specs}
+    specs = {path: _differentiated(sites[path], specs[path], record, shapes) for path in specs}
     stacks = _find_stacks(sites, shapes, trace)
     captured = [_captured(sites[path], spec, stacks[path], shapes) for path, spec in specs.items()]
     model = Model(adapter, output, Layers(()), tuple(captured), mixing=tuple(record.mixing))
@@ -158,6 +161,30 @@ def _agreed_specs(record: TraceRecord, shapes: Collection[str]) -> dict[Path, La
         else:
             specs[path] = spec
     return specs
+
+
+def _differentiated(
+    site: CallSite, spec: LayerSpec, record: TraceRecord, shapes: Shapes
+) -> LayerSpec:
+    """The description that collects what the model's derivatives add; or an error."""
+    taken, name = record.derivatives.get(site.path, set()), _layer_name(site, shapes)
+    if Derivative.BY_PARAMETERS in taken:
+        raise NotImplementedError(
+            f"the model takes a derivative by the parameters of {name!r} (or gives jax.jvp or "
+            f"jax.grad a tree that holds them): statistics are collected of derivatives by its "
+            f"inputs alone, such as jax.jvp(lambda x: network(params, x), (x,), (v,))"
+        )
+    if Derivative.PAST_INPUTS in taken:
+        raise NotImplementedError(
+            f"the output of {name!r} has a derivative that its input has not: give kw.tag the very "
+            f"array that is multiplied with the kernel, without stop_gradient"
+        )
+    if Derivative.BACKWARDS not in taken:
+        return spec
+    try:
+        return spec.used_backwards()
+    except NotImplementedError as error:
+        raise NotImplementedError(f"layer {name!r}: {error}") from None
 
 
 def _find_stacks(sites: Mapping[Path, CallSite], shapes: Shapes, trace: Trace) -> dict[Path, Stack]:

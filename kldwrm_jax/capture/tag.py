@@ -6,8 +6,8 @@ slices both, ``jit`` never mistakes one program for the other, and a tag knows i
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +73,27 @@ def as_leaf(x: Any) -> TaggedLeaf | None:
 def _value_of(x: Any) -> Any:
     x = x.get_raw_value() if isinstance(x, nnx.Variable) else x
     return x.value if isinstance(x, TaggedLeaf) else x
+
+
+# A layer is where the first of these parameters is that it has.
+_PARAMETERS = ("kernel", "embedding", "scale", "bias")
+
+
+def tagged_site(parameters: Mapping[str, Any]) -> CallSite | None:
+    """Where in a function a layer with these parameters, by its own names, is called.
+
+    Its parameters are those among them that the function's parameters have. None if the first that
+    a layer has, its kernel, is not one of them.
+    """
+    first = next((name for name in _PARAMETERS if name in parameters), None)
+    leaf = None if first is None else parameters[first]
+    if not isinstance(leaf, TaggedLeaf):
+        return None
+    own = {name: leaf for name, leaf in parameters.items() if isinstance(leaf, TaggedLeaf)}
+    paths = {name: leaf.path for name, leaf in own.items()}
+    shapes = {name: leaf.shape for name, leaf in own.items()}
+    values = tuple(jnp.asarray(leaf) for leaf in own.values())
+    return CallSite((leaf.path,), paths, shapes, leaf.attached, values)
 
 
 def tag(
@@ -158,9 +179,7 @@ def tag(
             )
         leaves[name] = found
     inputs, z = jnp.asarray(inputs), jnp.asarray(_value_of(z))
-    shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    paths = {name: leaf.path for name, leaf in leaves.items()}
-    own = leaves[kernel_name(layout)]
-    call = TaggedCall(layer_type(layout), inputs, shapes, own.options, z, product, layout)
-    site = CallSite((own.path,), paths, shapes, own.attached)
+    site = cast(CallSite, tagged_site(leaves))
+    options: Options = leaves[kernel_name(layout)].options
+    call = TaggedCall(layer_type(layout), inputs, site.shapes, options, z, product, layout)
     return capture(read(call), site, z)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from kldwrm_jax.capture.layer_call import LayerCall
-from kldwrm_jax.capture.observe import observe
+from kldwrm_jax.capture.observe import Derivative, observe
 from kldwrm_jax.capture.stack import Stack
 from kldwrm_jax.curvature.layer_spec import Arrays, LayerSpec, Shape
 
@@ -32,6 +32,7 @@ class CallSite(NamedTuple):
     parameters: Mapping[str, str]  # paths, by the names that the layer gives them
     shapes: Mapping[str, Shape]  # of the parameters, inside whatever transforms the model
     attached: Mapping[str, Any]  # arrays; in a record, their shapes
+    values: tuple[Any, ...] = ()  # the parameters' arrays; none in a record
 
 
 @dataclasses.dataclass
@@ -42,6 +43,7 @@ class TraceRecord:
     module_types: dict[Path, str] = dataclasses.field(default_factory=dict)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)  # reasons, by parameter
     mixing: list[Path] = dataclasses.field(default_factory=list)  # layers that mix examples
+    derivatives: dict[Path, set[Derivative]] = dataclasses.field(default_factory=dict)
     # While the trace lasts: what a tag is given as a TaggedLeaf, None if it is no parameter.
     find_leaf: Callable[[Any], Any] | None = None
     read_variables: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)  # and owners
@@ -53,6 +55,7 @@ class TraceRecord:
             parameters={name: site.parameters[name] for name in names},
             shapes={name: site.shapes[name] for name in names},
             attached={name: x.shape for name, x in site.attached.items()},
+            values=(),
         )
         if met and met[0][1].parameters != site.parameters:
             both = (*met[0][1].parameters.values(), *site.parameters.values())
@@ -83,13 +86,30 @@ def capture(call: LayerCall | str, site: CallSite, z: jax.Array) -> jax.Array:
         return Stack().detach(own)
 
     probes = having(PROBE)
-    return observe(call.collector, z, call.inputs(), probes, having(CONSTANT)) if probes else z
+    if probes:
+        return observe(call.collector, z, call.inputs(), probes, having(CONSTANT))
+    if not _surveying.get():
+        return z
+    met = record.derivatives.setdefault(site.path, set())
+    parameters = {str(i): value for i, value in enumerate(site.values)}
+    return observe(call.collector, z, call.inputs(), parameters, {}, met.add)
 
 
+_surveying: contextvars.ContextVar[bool] = contextvars.ContextVar("kldwrm_survey", default=False)
 _current: contextvars.ContextVar[TraceRecord | None] = contextvars.ContextVar(
     "kldwrm_trace_record", default=None
 )
 current_record = _current.get  # the record of the model that is being traced, if any
+
+
+@contextlib.contextmanager
+def surveying() -> Iterator[None]:
+    """Records the derivatives of layers that are traced meanwhile in this thread, too."""
+    token = _surveying.set(True)
+    try:
+        yield
+    finally:
+        _surveying.reset(token)
 
 
 @contextlib.contextmanager

@@ -91,17 +91,47 @@ def average_places(a: jax.Array, weights: jax.Array | None) -> tuple[jax.Array, 
     return mean((a * _expand(weights, a.ndim)).sum(axis=1), example), example
 
 
+def nonzero(rows: jax.Array, features: int) -> jax.Array:
+    """Whether a row, ``(*samples, *features)``, is not zero; feature axes have length one."""
+    return (rows != 0).any(axis=tuple(range(-features, 0)), keepdims=True)
+
+
+def live_weights(
+    cotangents: jax.Array, weights: jax.Array | None, features: int, *, together: bool = False
+) -> jax.Array:
+    """Weights of rows, ``(*samples, *features)``, some of which may not matter.
+
+    A model that takes derivatives has rows without a cotangent, such as the value of its last layer
+    if the outputs are derivatives alone. They must not count; but next to nothing is enough, so
+    that the mean of a layer that has no other rows is one.
+
+    Args:
+      cotangents: of the rows; 0 where the outputs do not depend on them.
+      weights: of the rows, if any.
+      features: the number of axes of the features.
+      together: whether the rows of an example count all or not at all.
+    """
+    samples = cotangents.shape[: cotangents.ndim - features]
+    live = nonzero(cotangents, features).reshape(samples)
+    live = live.any(axis=tuple(range(1, len(samples))), keepdims=True) if together else live
+    share = jnp.broadcast_to(jnp.where(live, 1.0, 1e-20), samples)
+    return share if weights is None else share * weights
+
+
 def same_partial_traces(
-    first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]
+    first: tuple[jax.Array, ...], second: tuple[jax.Array, ...], diagonal: tuple[bool, bool]
 ) -> tuple[jax.Array, jax.Array]:
     """One Kronecker product with the partial traces of ``A1 x G1 + A2 x G2``.
 
-    ``A`` are diagonals, given as vectors; ``G`` are matrices or diagonals.
+    ``diagonal`` says of ``A`` and of ``G`` whether they are given as vectors.
     """
     (a1, g1), (a2, g2) = first, second
-    s1, s2 = a1.sum(-1), a2.sum(-1)
-    full = g1.ndim > a1.ndim
-    t1, t2 = (jnp.trace(g, axis1=-2, axis2=-1) if full else g.sum(-1) for g in (g1, g2))
+
+    def trace(x: jax.Array, *, diagonal: bool) -> jax.Array:
+        return x.sum(-1) if diagonal else jnp.trace(x, axis1=-2, axis2=-1)
+
+    s1, s2 = (trace(a, diagonal=diagonal[0]) for a in (a1, a2))
+    t1, t2 = (trace(g, diagonal=diagonal[1]) for g in (g1, g2))
     a = _expand(t1, a1.ndim) * a1 + _expand(t2, a1.ndim) * a2
     return a, mean(_expand(s1, g1.ndim) * g1 + _expand(s2, g1.ndim) * g2, s1 * t1 + s2 * t2)
 

@@ -70,7 +70,7 @@ def test_partial_traces_of_a_sum_of_products_are_kept(rng, diagonal):
     g1, g2 = (m @ m.T for m in rng.normal(size=(2, 3, 3)))
     if diagonal:
         g1, g2 = np.diag(g1), np.diag(g2)
-    a, g = statistics.same_partial_traces((a1, g1), (a2, g2))
+    a, g = statistics.same_partial_traces((a1, g1), (a2, g2), (True, diagonal))
     trace = np.sum if diagonal else np.trace
     np.testing.assert_allclose(a * trace(g), a1 * trace(g1) + a2 * trace(g2), rtol=1e-12)
     np.testing.assert_allclose(a.sum() * g, a1.sum() * g1 + a2.sum() * g2, rtol=1e-12)
