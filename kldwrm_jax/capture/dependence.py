@@ -49,8 +49,10 @@ def find_dependence(
     outside = (reader.fed_back | {origin for origin in outputs if isinstance(origin, str)}) & {
         path for own in layers.values() for path in own
     }
-    # A bias that is added after its tag has no use inside.
-    return Dependence(outputs, frozenset(reader.inside), outside & frozenset(reader.inside))
+    # A bias that is added after its tag has no use inside. Of a layer that is used backwards, too,
+    # a use outside cannot be told from that.
+    inside = frozenset(reader.inside)
+    return Dependence(outputs, inside, (outside & inside) - reader.backwards)
 
 
 class _Reader:
@@ -60,6 +62,7 @@ class _Reader:
         self._layers = layers
         self.inside: set[str] = set()
         self.fed_back: frozenset[str] = frozenset()  # reach the inputs of their own layer
+        self.backwards: frozenset[str] = frozenset()  # of layers in a reverse-mode derivative
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[Origins]) -> list[Origins]:
         """The origins of a program's outputs from those of its inputs."""
@@ -81,21 +84,31 @@ class _Reader:
             return [frozenset(stopped)]
         params = equation.params.get("params")
         if isinstance(params, ObserveParams):
-            return [self._observed(params, operands)]
+            made = self._exchanged if len(equation.outvars) == 2 else self._observed
+            return made(params, operands)
         n = len(equation.outvars)
         bodies = [own for own in _programs(equation.params) if len(own.outvars) == n]
         if not bodies or any(len(own.invars) > len(operands) for own in bodies):
             return [_union(operands)] * n
         return self._run_bodies(equation, bodies, operands)
 
-    def _observed(self, params: ObserveParams, operands: list[Origins]) -> Origins:
-        z, probes, inputs, _ = params.split(operands)
-        layers = {origin for origin in _union(probes) if isinstance(origin, tuple)}
-        own = {path for layer in layers for path in self._layers.get(layer, ())}
+    def _observed(self, params: ObserveParams, operands: list[Origins]) -> list[Origins]:
+        z, probes, inputs, *_ = params.split(operands)
+        layers, own = self._of_probes(probes)
         self.inside |= z & own
-        # The operand of ``observe`` is behind a stop_gradient of its own.
         self.fed_back |= {getattr(x, "origin", x) for x in inputs} & own
-        return (z - own) | layers
+        return [(z - own) | layers]
+
+    def _exchanged(self, params: ObserveParams, operands: list[Origins]) -> list[Origins]:
+        """``exchange``: the product with the kernel that it stands for comes after it."""
+        layers, own = self._of_probes(operands[1 : 1 + len(params.probes)])
+        self.backwards |= own
+        return [operands[0] | layers, layers]
+
+    def _of_probes(self, probes: Sequence[Origins]) -> tuple[Origins, Origins]:
+        """The layers of some probes, and their parameters."""
+        layers = frozenset(origin for origin in _union(probes) if isinstance(origin, tuple))
+        return layers, frozenset(path for own in layers for path in self._layers.get(own, ()))
 
     def _run_bodies(
         self, equation: Any, bodies: Sequence[Jaxpr], operands: list[Origins]
