@@ -40,9 +40,7 @@ class Problem(NamedTuple):
     targets: tuple[float, ...]  # the easiest first
     methods: tuple[str, ...]  # that are compared
     limit: float = 0.1  # on the KL divergence of steps at a learning rate, in units of the loss
-    seconds: float = (
-        math.inf
-    )  # of process time, at most; a third of it for every rate that is tried
+    seconds: float = math.inf  # of process time, at most; each rate is tried for a third of it
 
     def reached(self, value: float | None, target: float) -> bool:
         """Whether a value, None if not finite, is at least as good as a target."""
