@@ -149,21 +149,21 @@ PROBLEMS = {
         *(1000, 10_000, 20, "loss", (90.0, 75.0)),
         methods=_LONG,
         limit=10.0,
-        seconds=80.0,
+        seconds=60.0,
     ),
     "strided-cnn": Problem(
         "MNIST, a CNN of three strided convolutions",
         _images("mnist", "strided-cnn"),
         *(500, 10_000, 20, "loss", (0.08, 0.05)),
         methods=_LONG,
-        seconds=25.0,
+        seconds=20.0,
     ),
     "reference": Problem(
         "the Python language reference, a transformer of two layers",
         lambda _: _text(*reference(), width=64, length=64),
         *(32, 10_000, 20, "loss", (2.0, 1.8)),
         methods=_LONG,
-        seconds=40.0,
+        seconds=30.0,
     ),
 }
 
