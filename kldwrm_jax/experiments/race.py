@@ -64,9 +64,7 @@ class Race:
                 if not any(about.items() <= record.items() for record in records):
                     loaded = loaded or problem.load(self.data_dir)
                     learner = learner or _learner(problem, method, loaded)
-                    share = 1 if given is None else 1 / 3
-                    timed = problem._replace(seconds=share * problem.seconds)
-                    curve = follow(timed, loaded, learner, rate, seed)
+                    curve = follow(problem, loaded, learner, rate, seed)
                     records.append({**about, "curve": curve, **provenance.record()})
                     runs.append(log, records[-1])
         return records
