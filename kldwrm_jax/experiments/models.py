@@ -80,7 +80,7 @@ class StridedCNN(nn.Module):
     channels: tuple[int, ...] = (24, 32, 48)
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         """Logits."""
         for channels in self.channels:
             x = nn.relu(nn.Conv(channels, (3, 3), strides=2)(x))
@@ -135,8 +135,18 @@ class Transformer(nn.Module):
         return nn.Dense(self.characters)(nn.LayerNorm()(x))
 
 
-MODELS: dict[str, type[nn.Module]] = {"paper-cnn": PaperCNN, "cnn": SmallCNN, "mlp": MLP}
-_SMALLEST = {"paper-cnn": 16, "cnn": 6, "mlp": 1}  # side of an image that pooling does not empty
+MODELS: dict[str, type[nn.Module]] = {
+    "paper-cnn": PaperCNN,
+    "cnn": SmallCNN,
+    "mlp": MLP,
+    "strided-cnn": StridedCNN,
+}
+_SMALLEST = {
+    "paper-cnn": 16,
+    "cnn": 6,
+    "mlp": 1,
+    "strided-cnn": 1,
+}  # side of an image that pooling does not empty
 
 
 def build(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:

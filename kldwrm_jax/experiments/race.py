@@ -40,7 +40,8 @@ class Race:
             problem, path = PROBLEMS[name], self.out / f"{name}.png"
             text = race_summary.summary(problem, records)
             path.with_suffix(".md").write_text(text)
-            panels = {"steps": race_summary.curves(problem, records)}
+            place = "seconds of one core" if problem.seconds < np.inf else "steps"
+            panels = {place: race_summary.curves(problem, records)}
             figures.bands(path, problem.title, f"test {problem.metric}", panels, np.median)
             print_markdown(f"{text}\n\nfigure: {path}")
 
@@ -50,7 +51,7 @@ class Race:
         lines = log.read_text().split("\n")[:-1] if log.exists() else []
         records = [json.loads(line) for line in lines]
         runs.rewrite(log, records)  # without a last line that was truncated by a kill
-        methods = [method for method in self.methods if method not in problem.without]
+        methods = [method for method in self.methods if method in problem.methods]
         total = sum(len(METHODS[method].rates) + self.seeds for method in methods)
         bar, loaded = progress.add_task(name, total=total, note=""), None
         for method in methods:
@@ -76,13 +77,16 @@ def _learner(problem: Problem, method: str, loaded: Loaded) -> Learner:
 
 
 def follow(
-    problem: Problem, loaded: Loaded, learner: Learner, rate: float, seed: int
+    problem: Problem, loaded: Loaded, learner: Learner, rate: float | None, seed: int
 ) -> list[Record]:
     """The test metric along a run, and the process seconds of its steps."""
     _, likelihood, (x, y, test_x, test_y) = loaded
     key, rng, order = jax.random.key(seed), np.random.default_rng(seed), np.array([], int)
+    rate = rate or 0.0  # of a step that sets itself, which takes none
     state, seconds, curve = learner.init(key, rate), 0.0, []
     for k in range(1, problem.steps + 1):
+        if seconds >= problem.seconds:
+            break
         if len(order) < problem.batch:
             order = rng.permutation(len(y))
         chosen, order = np.split(order, [problem.batch])

@@ -15,7 +15,7 @@ _MISSED = {"step": np.inf, "cpu_seconds": np.inf}
 
 def to_targets(problem: Problem, record: Record) -> dict[str, float]:
     """Steps and seconds of a run to each target, infinite if missed, and its last value."""
-    row = {"rate": record["rate"]}
+    row = {"rate": np.inf if record["rate"] is None else record["rate"]}
     for target in problem.targets:
         hits = (point for point in record["curve"] if problem.reached(point["value"], target))
         hit = next(hits, _MISSED)
@@ -29,8 +29,10 @@ def _tuning(problem: Problem, records: Sequence[Record], method: str) -> list[di
     return [to_targets(problem, record) for record in own]
 
 
-def best_rate(problem: Problem, records: Sequence[Record], method: str) -> float:
-    """The learning rate that reached the hardest targets first on the tuning seed."""
+def best_rate(problem: Problem, records: Sequence[Record], method: str) -> float | None:
+    """The learning rate, if any, that reached the hardest targets first on the tuning seed."""
+    if not METHODS[method].rates:
+        return None
     steps = [f"steps to {target:g}" for target in reversed(problem.targets)]
     sign = -1 if problem.metric == "accuracy" else 1
     rows = _tuning(problem, records, method)
@@ -54,17 +56,22 @@ def summary(problem: Problem, records: Sequence[Record]) -> str:
             numbers = [forms[name.split(" ")[0]].format(x) for name, x in medians.items()]
             tried = _tuning(problem, records, method)
             works = [row for row in tried if np.isfinite(row[f"steps to {problem.targets[0]:g}"])]
-            rows.append([known.title, *numbers, f"{len(works)} of {len(tried)}"])
+            works_at = f"{len(works)} of {len(tried)}" if tried else "-"
+            rows.append([known.title, *numbers, works_at])
             heads = ["", *medians, "rates that work"]
     cells = [[cell.replace("inf", "-") for cell in row] for row in rows]
     return f"## {problem.title}\n\n{markdown(heads, cells)}\n"
 
 
 def curves(problem: Problem, records: Sequence[Record]) -> Curves:
-    """The curves of the runs that count, by method."""
-    found = {}
+    """The curves of the runs that count, by method; over seconds where these are limited."""
+    found, place = {}, "cpu_seconds" if problem.seconds < np.inf else "step"
     for method, known in METHODS.items():
         if own := counted(problem, records, method):
-            values = [[point["value"] for point in record["curve"]] for record in own]
-            found[known.title] = [p["step"] for p in own[0]["curve"]], np.array(values, float)
+            points = list(
+                zip(*(record["curve"] for record in own), strict=False)
+            )  # to the shortest
+            places = [np.median([point[place] for point in each]) for each in points]
+            values = [[point["value"] for point in each] for each in points]
+            found[known.title] = places, np.array(values, float).T
     return found
