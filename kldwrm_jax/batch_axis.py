@@ -98,7 +98,8 @@ class BatchAxis:
         return results[0]
 
     def check(self, params: Any, batch: Any) -> None:
-        """An error if the axes are not known here, or if the batch is split over another."""
+        """An error if the axes are not known here, or if anything is split over another."""
+        _check_not_explicit(params, batch)
         if self.names is None:
             self._check_not_split(params, batch)
             return
@@ -136,6 +137,28 @@ class BatchAxis:
     def _is_tracked(self) -> bool:
         """Whether JAX's types say what varies over the axes: ``shard_map(check_vma=True)``."""
         return bool(self.names) and any(_is_tracked(name) for name in self.names or ())
+
+
+def _check_not_explicit(params: Any, batch: Any) -> None:
+    """Arrays whose type has a sharding would need one for every sum over examples."""
+    for what, tree in (("parameters are", params), ("batch is", batch)):
+        explicit = {name for x in jax.tree.leaves(tree) for name in _explicit_axes(x)}
+        if explicit:
+            raise ValueError(
+                f"the {what} sharded over {sorted(explicit)}, axes of a mesh of type Explicit: "
+                f"make it by jax.make_mesh(..., axis_types=(AxisType.Auto, ...)), and leave out "
+                f"the out_sharding of the model's layers, which belongs to Explicit axes"
+            )
+
+
+def _explicit_axes(x: Any) -> set[str]:
+    """The axes of type Explicit over which an array is sharded."""
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return set()
+    types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    names = jax.tree.leaves(tuple(sharding.spec))
+    return {name for name in names if types.get(name) == jax.sharding.AxisType.Explicit}
 
 
 def vary(tree: T, names: Any) -> T:

@@ -51,6 +51,11 @@ def test_a_resnet_with_a_named_batch_norm_trains_under_shard_map(way):
 
 
 @outside
+def test_a_resnet18_in_the_shape_of_flax_imagenet_trains_under_pmap():
+    held("resnet18 pmap")
+
+
+@outside
 @pytest.mark.parametrize("check", ["gradients", "micro_batches", "sampled"])
 def test_in_every_kind_of_replicas_the_batch_is_one(check):
     held(*(f"{check} {way}" for way in WAYS))

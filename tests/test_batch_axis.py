@@ -181,6 +181,24 @@ def test_an_axis_is_given_by_its_name(wrong):
         instrument(axis_name=wrong)
 
 
+@pytest.mark.parametrize("what", ["batch", "parameters"])
+def test_explicit_shardings_are_an_error_with_the_way_out(what):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+    sharded = jax.NamedSharding(mesh, PartitionSpec("data"))
+    params = jax.device_put(PARAMS, sharded) if what == "parameters" else PARAMS
+    x = jax.device_put(X, sharded) if what == "batch" else X
+    net = instrument(fisher="exact")
+
+    @jax.jit
+    def factors(params, x):
+        return net.oracle(params, x).factors()
+
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=rf"the {what} .*'data'.*Auto"):
+        factors(params, x)
+    with jax.set_mesh(mesh):  # of which nothing is sharded over it
+        close(factors(PARAMS, X), net.oracle(PARAMS, X).factors())
+
+
 def test_two_axes_are_one_batch():
     net = instrument(fisher="exact", axis_name=("rows", "columns"))
     x = X.reshape(2, 2, 2, 4)

@@ -3,7 +3,10 @@
 A process has the devices it was started with: ``test_axis_name.py`` starts one for each group.
 """
 
+import functools
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -259,6 +262,86 @@ def batch_norm(name):
     assert losses[-1] < 0.5 * losses[0], losses
 
 
+class Residual(nn.Module):
+    """Two convolutions; where shapes change, the shortcut has one of its own."""
+
+    features: int
+    stride: int
+    norm: Callable
+    conv: Callable
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.relu(self.norm()(self.conv(self.features, (3, 3), self.stride)(x)))
+        y = self.conv(self.features, (3, 3))(y)
+        y = self.norm(scale_init=nn.initializers.zeros)(y)  # a block begins as the identity
+        if x.shape != y.shape:
+            x = self.norm()(self.conv(self.features, (1, 1), self.stride)(x))
+        return nn.relu(x + y)
+
+
+class ResNet18(nn.Module):
+    """In the shape of Flax's ImageNet example: a stem and four stages of two blocks."""
+
+    width: int = 4
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        conv = functools.partial(nn.Conv, use_bias=False)
+        norm = functools.partial(
+            nn.BatchNorm, use_running_average=not train, momentum=0.9, axis_name="batch"
+        )
+        x = nn.relu(norm()(conv(self.width, (7, 7), 2)(x)))
+        x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
+        for stage in range(4):
+            for block in range(2):
+                stride = 2 if stage and not block else 1
+                x = Residual(self.width * 2**stage, stride, norm, conv)(x)
+        return nn.Dense(CLASSES)(x.mean(axis=(1, 2)))
+
+
+class TrainState(kw.TrainState):
+    batch_stats: Any
+
+
+def resnet18(_):
+    """The example's own step with an oracle: a loss with a penalty, averaged by ``pmean``."""
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, CLASSES, (2, 8))
+    x = rng.normal(size=(CLASSES, 16, 16, 3))[y] + rng.normal(size=(2, 8, 16, 16, 3))
+    x, model = x.astype(np.float32), ResNet18()
+    net = kw.instrument(model, kw.Categorical(), x[0], axis_name="batch", uncovered="error")
+    assert sum(block.kind == "Conv" for block in net.layers) == 20
+    state = TrainState.create(
+        apply_fn=model.apply,
+        tx=kw.kfac(net.layers, 0.1, refresh_every=5),
+        **model.init(jax.random.key(0), x[0], train=False),
+    )
+
+    def step(state, x, y):
+        variables = {"batch_stats": state.batch_stats}
+
+        def loss_fn(params):
+            logits, new = state.apply_fn({"params": params} | variables, x, mutable=["batch_stats"])
+            penalty = sum(jnp.sum(p**2) for p in jax.tree.leaves(params) if p.ndim > 1)
+            loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+            return loss + 0.5e-4 * penalty, (loss, new["batch_stats"])
+
+        grads, (loss, new) = jax.grad(loss_fn, has_aux=True)(state.params)
+        grads, loss, new = lax.pmean((grads, loss, new), "batch")
+        key = jax.random.key(state.step)
+        oracle = net.oracle(state.params, x, targets=y, key=key, variables=variables)
+        return state.apply_gradients(grads=grads, oracle=oracle, batch_stats=new), loss
+
+    step = jax.pmap(step, axis_name="batch", devices=DEVICES)
+    state, losses = jax.tree.map(lambda v: jnp.stack([v, v]), state), []
+    for _ in range(15):
+        state, loss = step(state, x, y)
+        losses.append(float(loss[0]))
+    assert_same((state.params, state.batch_stats))
+    assert np.mean(losses[-3:]) < 0.6 * losses[0], losses
+
+
 def unnamed(name):
     """Without an axis name it is an error, unless replicas are said to be independent."""
     problem = Problem(kw.kfac)
@@ -280,6 +363,7 @@ CHECKS = {
         for check in (gradients, micro_batches, sampled, batch_norm, unnamed)
         for way in WAYS
     },
+    "resnet18 pmap": (resnet18, "pmap"),
 }
 
 if __name__ == "__main__":

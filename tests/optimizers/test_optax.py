@@ -1,5 +1,6 @@
 """Every member under what Optax, JAX and Flax do to transforms and their states."""
 
+import pathlib
 import pickle
 
 import flax.linen as nn
@@ -562,3 +563,52 @@ def test_block_names_with_slashes_survive_checkpoints(through, tmp_path):
     assert "norm/scale" in state.factors
     state = jax.tree.map(lambda x: x + 1, state)
     assert_same(jax.tree.map(jnp.asarray, through(state, tmp_path)), state)
+
+
+def _asks_for_the_oracle():
+    def update(updates, state, params=None, *, oracle, **_):
+        return jax.tree.map(lambda g: oracle * g, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+WRAPPERS = {
+    "chain": optax.chain,
+    "named_chain": lambda tx: optax.named_chain(("own", tx)),
+    "masked": lambda tx: optax.masked(tx, {"w": True}),
+    "partition": lambda tx: optax.partition({"own": tx}, {"w": "own"}),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda: tx)(),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 1),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 1),
+    "conditionally_transform": lambda tx: optax.conditionally_transform(tx, lambda k, **_: True),
+    "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda k, **_: True),
+    "contrib.schedule_free": lambda tx: optax.contrib.schedule_free(tx, 1.0),
+    "contrib.mechanize": optax.contrib.mechanize,
+}
+NO_WRAPPERS = {
+    "lookahead": (lambda tx: optax.lookahead(tx, 2, 0.5), optax.LookaheadParams.init_synced),
+    "contrib.sam": (lambda tx: optax.contrib.sam(tx, optax.sgd(0.1)), lambda params: params),
+    "contrib.split_real_and_imaginary": (
+        optax.contrib.split_real_and_imaginary,
+        lambda params: params,
+    ),
+}
+
+
+COMPOSING = (pathlib.Path(__file__).parents[2] / "docs" / "composing.md").read_text()
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_wrappers_that_composing_md_lists_pass_the_oracle_on(name):
+    tx, params = WRAPPERS[name](_asks_for_the_oracle()), {"w": jnp.ones(2)}
+    tx.update(params, tx.init(params), params, oracle=3.0)
+    assert f"`{name}`" in COMPOSING.replace("`optax.", "`")
+
+
+@pytest.mark.parametrize("name", NO_WRAPPERS)
+def test_the_wrappers_that_composing_md_warns_of_do_not(name):
+    make, start = NO_WRAPPERS[name]
+    tx, params = make(_asks_for_the_oracle()), start({"w": jnp.ones(2)})
+    with pytest.raises(TypeError, match="oracle"):
+        tx.update(params, tx.init(params), params, oracle=3.0)
+    assert f"`{name}`" in COMPOSING.replace("`optax.", "`")
