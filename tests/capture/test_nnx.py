@@ -706,11 +706,16 @@ def test_lora_has_the_blocks_of_its_two_products(wrapped):
 
 
 def test_lora_alone_trains():
-    x, y = normal(32, 4), jnp.argmax(normal(32, 4) @ normal(4, 3, seed=1), axis=-1)
-    model = nnx.LoRALinear(4, 3, lora_rank=2, rngs=nnx.Rngs(0))
+    x = normal(64, 16)
+    y, rngs = jnp.argmax(x @ normal(16, 3, seed=1), axis=-1), nnx.Rngs(0)
+    model = nnx.Sequential(
+        nnx.LoRALinear(16, 16, lora_rank=2, rngs=rngs),
+        nnx.tanh,
+        nnx.LoRALinear(16, 3, lora_rank=2, rngs=rngs),
+    )
     net = kw.instrument(model, kw.Categorical(), x)
     optimizer = nnx.Optimizer(model, kw.kfac(net.layers, 0.3, refresh_every=5), wrt=nnx.LoRAParam)
-    kernel = model.kernel[...].copy()
+    kernel = model.layers[0].kernel[...].copy()
 
     @nnx.jit
     def step(model, optimizer, key):
@@ -722,9 +727,9 @@ def test_lora_alone_trains():
         optimizer.update(model, grads, oracle=oracle)
         return loss
 
-    losses = [step(model, optimizer, jax.random.key(i)) for i in range(40)]
-    assert losses[-1] < 0.5 * losses[0]
-    np.testing.assert_array_equal(model.kernel[...], kernel)
+    losses = [step(model, optimizer, jax.random.key(i)) for i in range(30)]
+    assert losses[-1] < 0.05 * losses[0]  # 0.3 with diagonal blocks
+    np.testing.assert_array_equal(model.layers[0].kernel[...], kernel)
 
 
 class Tagged(nnx.Module):
