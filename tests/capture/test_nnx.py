@@ -728,7 +728,7 @@ def test_lora_alone_trains():
         return loss
 
     losses = [step(model, optimizer, jax.random.key(i)) for i in range(30)]
-    assert losses[-1] < 0.05 * losses[0]  # 0.3 with diagonal blocks
+    assert losses[-1] < 0.05 * losses[0]  # 0.16 with diagonal blocks
     np.testing.assert_array_equal(model.layers[0].kernel[...], kernel)
 
 
