@@ -1,4 +1,4 @@
-"""Every code block in the README and in the guide runs as printed, those of a page in its order."""
+"""Every code block in the README and in the guide runs as printed, and those that train do so well."""
 
 import pathlib
 import re
@@ -10,6 +10,17 @@ PAGES = {
     str(page.relative_to(ROOT)): re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     for page in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 }
+# The loss that a page prints after its runs: how many there are, and the highest that is good.
+# With labels that are learnt by heart K-FAC arrives near 0; three classes at chance have 1.1.
+TRAINED = {
+    "README.md": (1, 0.3),
+    "docs/index.md": (1, 0.01),
+    "docs/front_ends.md": (2, 0.01),
+    "docs/composing.md": (7, 0.1),
+    "docs/checkpoints.md": (1, 0.1),
+    "docs/many_devices.md": (2, 0.01),
+    "docs/self_setting.md": (1, 0.005),
+}
 
 
 def run(page):
@@ -19,17 +30,18 @@ def run(page):
     return names
 
 
-@pytest.mark.parametrize("page", [p for p, blocks in PAGES.items() if blocks and "/" in p])
-def test_code_blocks_run(page, capsys, tmp_path, monkeypatch):
+def losses(printed):
+    return [float(loss) for loss in re.findall(r"\bloss (\S+)", printed)]
+
+
+@pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks])
+def test_code_blocks_run_and_train(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(page)
-
-
-def test_the_readme_runs_and_trains(capsys):
-    run("README.md")
-    printed = capsys.readouterr().out
-    assert "total" in printed
-    assert float(re.search(r"loss (\d\.\d+)", printed).group(1)) < 0.3
+    printed = losses(capsys.readouterr().out)
+    runs, good = TRAINED.get(page, (0, 0.0))
+    assert len(printed) == runs, "say in TRAINED which loss is good"
+    assert all(loss < good for loss in printed), printed
 
 
 def test_links_to_files_lead_somewhere():
