@@ -44,6 +44,12 @@ def test_code_blocks_run_and_train(page, capsys, tmp_path, monkeypatch):
     assert all(loss < good for loss in printed), printed
 
 
+def test_the_page_of_derivatives_solves_its_equation(capsys):
+    run("docs/derivatives.md")
+    printed = capsys.readouterr().out
+    assert float(re.search(r"relative error (\S+)", printed).group(1)) < 1e-3
+
+
 def test_links_to_files_lead_somewhere():
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
