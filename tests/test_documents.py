@@ -1,4 +1,4 @@
-"""Every code block in the README and in the guide runs as printed, and those that train do so well."""
+"""Every code block in the README and in the guide runs as printed; those that train do it well."""
 
 import pathlib
 import re
