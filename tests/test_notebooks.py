@@ -1,6 +1,7 @@
 """Every notebook runs from clean in its fast mode, and is committed with a full run's outputs."""
 
 import pathlib
+import re
 
 import nbformat
 import pytest
@@ -37,3 +38,19 @@ def test_a_notebook_has_badge_install_cell_and_outputs(path):
     assert [cell.execution_count for cell in code_cells(notebook)] == list(
         range(1, len(code_cells(notebook)) + 1)
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "good"),
+    [
+        ("01_quickstart", r"test accuracy (\S+)%", lambda accuracy: accuracy > 97),
+        ("02_composing", r"loss (\S+)", lambda loss: loss < 0.55),  # 0.5 is the least possible
+        ("08_nothing_set", r"nothing set +loss +([\d.]+);", lambda loss: loss < 15),
+    ],
+)
+def test_the_runs_of_a_notebook_train_well(name, pattern, good):
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    found = re.findall(pattern, "".join(output.get("text", "") for output in outputs))
+    assert found
+    assert all(good(float(value)) for value in found), found

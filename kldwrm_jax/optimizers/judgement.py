@@ -40,7 +40,8 @@ class Verdict(NamedTuple):
 
 def unjudged() -> Judgement:
     """Before the first step."""
-    return Judgement(*(jnp.zeros((), float) for _ in range(3)), share=jnp.ones((), float))
+    change, promise, variance = (jnp.zeros((), float) for _ in range(3))
+    return Judgement(change, promise, variance, share=jnp.ones((), float))
 
 
 def judge(

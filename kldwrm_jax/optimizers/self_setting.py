@@ -176,10 +176,10 @@ class SelfSetting:
           direction: the proposal is its ``-v``.
           others: the offset of the averaged iterates, and the last step.
         """
-        first = calibration_before == 0
+        first, damping = calibration_before == 0, jnp.asarray(inputs.at.damping, float)
         known = before._replace(
-            damping=inputs.at.damping,
-            first_damping=jnp.where(first, inputs.at.damping, before.first_damping),
+            damping=damping,
+            first_damping=jnp.where(first, damping, before.first_damping),
             average=before.average._replace(
                 age=jnp.where(before.fitting, 0, before.average.age + 1)
             ),

@@ -54,7 +54,7 @@ class KLDWRMState(NamedTuple):
     history: optax.Params | None  # QE: the newest iterates, (capacity, *shape)
     last_step: optax.Updates | None  # s_{k-1}, if there is momentum
     offset: optax.Updates | None  # z - x of averaged iterates, where steps set themselves
-    fit: FitState | None  # what steps that set themselves know
+    fit: FitState | Any  # what steps that set themselves know; None for others
     monitor: Monitor
 
 
@@ -112,7 +112,7 @@ def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       >>> model, x, y = nn.Dense(3), jnp.eye(4), jnp.array([0, 1, 2, 0])
       >>> net = kw.instrument(model, kw.Categorical(), x)
       >>> params = model.init(jax.random.key(0), x)["params"]
-      >>> tx = kw.q_kldwrm(net.layers, 0.1)
+      >>> tx = kw.kfac(net.layers)
       >>> _, grads, oracle = net.value_and_grad(params, x, targets=y, key=jax.random.key(1))
       >>> _, state = tx.update(grads, tx.init(params), params, oracle=oracle)
       >>> scalars = kw.diagnostics(state)
@@ -145,7 +145,7 @@ def check_progress(opt_state: optax.OptState, refused: int = STUCK) -> None:
       >>> import kldwrm_jax as kw
       >>> model, x = nn.Dense(3), jnp.eye(4)
       >>> net = kw.instrument(model, kw.Categorical(), x)
-      >>> state = kw.kfac(net.layers, 0.1).init(model.init(jax.random.key(0), x)["params"])
+      >>> state = kw.kfac(net.layers).init(model.init(jax.random.key(0), x)["params"])
       >>> kw.check_progress(state)
     """
     check_count("refused", refused)

@@ -1,6 +1,6 @@
 """Whether a member's steps are set by a learning rate or set themselves."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import optax
 
@@ -9,7 +9,7 @@ from kldwrm_jax.optimizers.self_setting import Fit, SelfSetting
 
 _KL_CLIP, _DAMPING = 0.1, 1e-2  # with a learning rate
 
-Damping = optax.ScalarOrSchedule | LevenbergMarquardt | None
+Damping: TypeAlias = optax.ScalarOrSchedule | LevenbergMarquardt | None
 
 
 class StepRule(NamedTuple):
