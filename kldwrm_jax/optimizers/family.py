@@ -358,11 +358,11 @@ def qe_kldwrm(
         gradient; None turns it off.
       wake: of the Q step; see :func:`so_kldwrm`.
       capacity: iterates in the buffer; a static number.
-      inner: the inner solver. ``"sgd"``: as in the paper; the default with a learning rate, and only
-        there. ``"preconditioned"``, the default without: with the inverse that the Q step was made
-        with; each step, the Q step first, is shortened until it lowers the
-        objective within the limit ``kl_clip``. The objective never ends above its value at no step,
-        nor at a Q step that is within the limit.
+      inner: the inner solver. ``"sgd"``: as in the paper; the default with a learning rate, and
+        only there. ``"preconditioned"``, the default without one: with the inverse that the Q step
+        was made with; each step, the Q step first, is shortened until it lowers the objective
+        within the limit ``kl_clip``. The objective never ends above its value at no step, nor at a
+        Q step that is within the limit.
       inner_steps: defaults to 10 (``"sgd"``) or 2 (``"preconditioned"``).
       omega: length of the inner steps; defaults to 0.07 (``"sgd"``, in units of
         :math:`1/\lambda`) or 1 (``"preconditioned"``).
