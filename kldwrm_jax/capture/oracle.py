@@ -189,8 +189,8 @@ class Oracle:
         def products(u: jax.Array, v: jax.Array) -> jax.Array:
             return jnp.matmul(u.reshape(k, -1), v.reshape(k, -1).T, precision=highest)
 
-        grams = jax.tree.leaves(jax.tree.map(products, changes, curved))
-        return self.terms.axis.sum(sum(grams[1:], start=grams[0]))
+        by_term = jax.tree.leaves(jax.tree.map(products, changes, curved))
+        return self.terms.axis.sum(jnp.stack(by_term).sum(axis=0))
 
     @property
     def samples(self) -> jax.Array:
@@ -209,12 +209,9 @@ class Oracle:
     @property
     def batch_size(self) -> int:
         """The length of the first axis of the outputs, which must be the same for all terms."""
-        known = [
-            jnp.shape(term.weights if term.targets is None else term.targets)[0]
-            for term in self.terms.each
-            if term.targets is not None or term.weights is not None
-        ]
-        if len(known) < len(self.terms.each):
+        given = [t.weights if t.targets is None else t.targets for t in self.terms.each]
+        known = [jnp.shape(x)[0] for x in given if x is not None]
+        if len(known) < len(given):
             known = [shape[0] for shape in self.sample_shapes]
         if len({*known}) > 1:
             raise ValueError(

@@ -439,7 +439,8 @@ def unscaled(likelihood: Likelihood) -> tuple[Likelihood, float]:
     """The likelihood inside of any number of :class:`Scaled`, and the product of their factors."""
     factor = 1.0
     while isinstance(likelihood, Scaled):
-        likelihood, factor = likelihood.likelihood, factor * likelihood.factor
+        factor *= likelihood.factor
+        likelihood = likelihood.likelihood
     return likelihood, factor
 
 

@@ -113,10 +113,6 @@ class LikelihoodTerm:
         signs = jax.random.rademacher(self.axis.fold_in(key), samples, directions.dtype)
         return self._per_event(signs)
 
-    def batch_size(self, outputs: jax.Array | jax.ShapeDtypeStruct) -> int:
-        """The length of the first axis of the outputs, if they have one before the event's."""
-        return (*self.sample_shape(outputs), 1)[0]
-
     @property
     def _factor(self) -> float:
         """By which the likelihood is scaled."""

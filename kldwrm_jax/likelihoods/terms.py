@@ -4,7 +4,7 @@ Every term is a mean over its own samples, of which each may have another number
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ from kldwrm_jax.batch_axis import BatchAxis
 from kldwrm_jax.likelihoods.families import Likelihood, is_likelihood
 from kldwrm_jax.likelihoods.term import LikelihoodTerm
 
-Structure = jax.tree_util.PyTreeDef  # of the likelihoods, and so of outputs, targets and weights
+# A PyTreeDef of the likelihoods, and so of outputs, targets and weights.
+Structure: TypeAlias = Any
 
 
 @jax.tree_util.register_dataclass
