@@ -4,7 +4,15 @@ from kldwrm_jax import capture, curvature, wake
 from kldwrm_jax.capture import instrument, tag
 from kldwrm_jax.curvature import Inverse
 from kldwrm_jax.kl_report import kl_report
-from kldwrm_jax.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from kldwrm_jax.likelihoods import (
+    Bernoulli,
+    Categorical,
+    DiagonalGaussian,
+    Gaussian,
+    Likelihood,
+    Residuals,
+    Scaled,
+)
 from kldwrm_jax.optimizers import (
     Fit,
     LevenbergMarquardt,
@@ -21,11 +29,14 @@ from kldwrm_jax.train_state import TrainState
 __all__ = [
     "Bernoulli",
     "Categorical",
+    "DiagonalGaussian",
     "Fit",
     "Gaussian",
     "Inverse",
     "LevenbergMarquardt",
     "Likelihood",
+    "Residuals",
+    "Scaled",
     "TrainState",
     "capture",
     "check_progress",

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from kldwrm_jax.arguments import check_all_non_negative, check_choice, check_count
+from kldwrm_jax.arguments import check_choice, check_count
 from kldwrm_jax.batch_axis import BatchAxis
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.function import FunctionAdapter
@@ -24,6 +23,7 @@ from kldwrm_jax.capture.survey import survey
 from kldwrm_jax.curvature import Layers
 from kldwrm_jax.likelihoods import Likelihood
 from kldwrm_jax.likelihoods.term import LikelihoodTerm
+from kldwrm_jax.likelihoods.terms import Structure, likelihood_leaves, make_terms
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,11 +31,11 @@ class Instrumented:
     """A model whose layers are known. Made by :func:`instrument`.
 
     ``layers`` is the table of curvature blocks, which optimizers are built from; ``likelihood`` is
-    that of the outputs; ``oracle`` binds parameters and a batch.
+    that of the outputs, or the tree of those; ``oracle`` binds parameters and a batch.
     """
 
     layers: Layers
-    likelihood: Likelihood
+    likelihood: Any
     fisher: str
     model: Model
     axis: BatchAxis
@@ -46,7 +46,7 @@ class Instrumented:
         *args: Any,
         targets: Any = None,
         key: jax.Array | None = None,
-        weights: jax.Array | None = None,
+        weights: Any = None,
         variables: Mapping[str, Any] | None = None,
         rngs: Mapping[str, jax.Array] | jax.Array | None = None,
         micro_batches: int = 1,
@@ -58,7 +58,8 @@ class Instrumented:
           params: the ``params`` of a Linen model; an NNX model itself, as it is now, or its
             ``nnx.state(model, nnx.Param)``; the parameters of a function.
           *args: the batch, as the model takes it.
-          targets: labels; needed by ``fisher="empirical"`` and by ``oracle.loss``.
+          targets: labels; needed by ``fisher="empirical"`` and by ``oracle.loss``. Of several
+            likelihoods, a tree of their structure, with None for residuals; likewise ``weights``.
           key: a PRNG key; needed by ``fisher="sampled"``.
           weights: of examples or tokens, over the outputs' leading axes; 0 for padding. Negative
             ones are an error, and inside ``jit``, where nobody can look, the loss is NaN. Layers
@@ -81,21 +82,18 @@ class Instrumented:
           An :class:`~kldwrm_jax.capture.oracle.Oracle`, for ``tx.update(..., oracle=oracle)``.
         """
         check_count("micro_batches", micro_batches)
-        if weights is not None:
-            weights = jnp.asarray(weights, float)
-            check_all_non_negative("weights", weights)
-        term = LikelihoodTerm(self.likelihood, self.fisher, targets, key, weights, self.axis)
+        terms = make_terms(self.likelihood, self.fisher, targets, key, weights, self.axis)
         params, call = self.model.adapter.bind(params, Call(args, kwargs, variables or {}, rngs))
         if micro_batches == 1:
-            return Oracle(self.model, term, params, call)
-        return SplitOracle(self.model, term, params, call, parts=micro_batches)
+            return Oracle(self.model, terms, params, call)
+        return SplitOracle(self.model, terms, params, call, parts=micro_batches)
 
     def value_and_grad(
-        self, params: Any, *args: Any, targets: Any, **kwargs: Any
+        self, params: Any, *args: Any, targets: Any = None, **kwargs: Any
     ) -> tuple[jax.Array, Any, Oracle]:
         """Loss, gradient and oracle of a batch.
 
-        The loss is ``oracle.loss``, the mean negative log-likelihood. If yours has other terms,
+        The loss is ``oracle.loss``, the mean negative log-likelihood. If yours is another one,
         take its gradient yourself and use :meth:`oracle`. Arguments are those of :meth:`oracle`.
         It costs what ``jax.value_and_grad(oracle.loss)`` does, and also gives the other variables
         after the pass. With ``refresh_every=1``, XLA shares the forward pass with the statistics,
@@ -131,14 +129,14 @@ class Instrumented:
 
 def instrument(
     model: nn.Module | nnx.Module | Callable[..., Any],
-    likelihood: Likelihood,
+    likelihood: Any,
     *args: Any,
     fisher: str = "sampled",
     bias: str = "joint",
     sharing: str = "expand",
     uncovered: str = "diagonal",
     max_factor: int = 4096,
-    output: Callable[[Any], jax.Array] | None = None,
+    output: Callable[[Any], Any] | None = None,
     axis_name: str | tuple[str, ...] | None = None,
     variables: Mapping[str, Any] | None = None,
     rngs: Mapping[str, jax.Array] | jax.Array | None = None,
@@ -156,7 +154,11 @@ def instrument(
 
     Args:
       model: a Flax Linen module; a Flax NNX module; or a function of parameters and a batch.
-      likelihood: of the outputs, such as :class:`~kldwrm_jax.Categorical`.
+      likelihood: of the outputs, such as :class:`~kldwrm_jax.Categorical`; or a tree of
+        likelihoods, such as ``{"policy": Categorical(), "value": Gaussian()}``. The model's
+        outputs, ``targets`` and ``weights`` then have that structure. Every term is a mean over its
+        own leading axes, whose lengths may differ; loss, Fisher and divergence are sums over terms.
+        A layer's block is the Kronecker product with the partial traces of the sum of the terms'.
       *args: an example call of the model: arrays or ``jax.ShapeDtypeStruct``. Only shapes matter,
         and the batch size may differ later. For a function, the first argument is its parameters:
         any pytree, whose floating-point leaves are trained.
@@ -219,11 +221,7 @@ def instrument(
     check_choice("sharing", sharing, ("expand", "reduce"))
     check_choice("uncovered", uncovered, ("diagonal", "error"))
     check_count("max_factor", max_factor)
-    if isinstance(likelihood, type) or not isinstance(likelihood, Likelihood):
-        raise ValueError(
-            f"likelihood must implement kldwrm_jax.Likelihood, as kldwrm_jax.Categorical() does, "
-            f"got {likelihood!r}"
-        )
+    likelihoods, structure = likelihood_leaves(likelihood)
     if output is not None and not callable(output):
         raise ValueError(
             f"output must be a function of what the model returns, such as lambda out: out[0], "
@@ -231,7 +229,7 @@ def instrument(
         )
     adapter = _adapter(model, Options(bias, sharing, max_factor))
     axis, call = BatchAxis.named(axis_name), Call(args, kwargs, variables or {}, rngs)
-    found, outputs = _surveyed(adapter, output, call, axis)
+    found, outputs = _surveyed(adapter, output, call, structure, axis)
     missed = (*found.uncovered, *found.unseen)
     if uncovered == "error" and missed:
         notes = "; ".join(f"{path} ({found.layers[path].note})" for path in missed)
@@ -239,15 +237,20 @@ def instrument(
             f"uncovered='error' and no rule covers {notes}. Pass uncovered='diagonal' to give them "
             f"diagonal blocks, or train them with another optimizer through optax.partition"
         )
-    _check_outputs(likelihood, fisher, outputs)
+    for own, seen in zip(likelihoods, structure.flatten_up_to(outputs), strict=True):
+        _check_outputs(own, fisher, seen)
     return Instrumented(found.layers, likelihood, fisher, found, axis)
 
 
 def _surveyed(
-    adapter: Adapter, output: Callable[[Any], Any] | None, call: Call, axis: BatchAxis
-) -> tuple[Model, jax.ShapeDtypeStruct]:
+    adapter: Adapter,
+    output: Callable[[Any], Any] | None,
+    call: Call,
+    structure: Structure,
+    axis: BatchAxis,
+) -> tuple[Model, Any]:
     try:
-        return axis.bound(lambda: survey(adapter, output, call))
+        return axis.bound(lambda: survey(adapter, output, call, structure))
     except NameError as error:
         if "unbound axis name" not in str(error):
             raise

@@ -25,42 +25,51 @@ class SplitOracle(Oracle):
 
     parts: int = dataclasses.field(default=1, metadata={"static": True})
 
-    def factors(self, bases: Bases | None = None) -> dict[str, Factors]:
-        """Every block's curvature on the whole batch: the mean over its parts."""
-        return self._mean(lambda part: part.factors(bases))
+    def _factors_by_term(self, bases: Bases) -> list[dict[str, Factors]]:
+        """Of every term on the whole batch: the mean over its parts."""
+        return self._mean(lambda part: part._factors_by_term(bases))
 
     def _value_and_grad_here(self) -> tuple[jax.Array, Any, Any]:
         """Of all parts, before replicas exchange anything; other variables are the parts' mean."""
         return self._mean(lambda part: part._value_and_grad_here())
 
-    def outputs(self, params: Any) -> jax.Array:
+    def outputs(self, params: Any) -> Any:
         """The network's outputs on the whole batch; their gradient keeps one part's residuals."""
 
         @jax.checkpoint
-        def one(params: Any, i: jax.Array) -> jax.Array:
+        def one(params: Any, i: jax.Array) -> Any:
             return self._part(i).outputs(params)
 
-        stacked = jax.lax.map(lambda i: one(params, i), jnp.arange(self.parts))
-        return jnp.swapaxes(stacked, 0, 1).reshape(-1, *stacked.shape[2:])
+        def whole(stacked: jax.Array) -> jax.Array:
+            return jnp.swapaxes(stacked, 0, 1).reshape(-1, *stacked.shape[2:])
+
+        return jax.tree.map(whole, jax.lax.map(lambda i: one(params, i), jnp.arange(self.parts)))
 
     @property
     def batch_size(self) -> int:
         """The length of the first axis of the outputs, and of everything that is split."""
-        batch, weights = super().batch_size, self.term.weights
+        batch, given = super().batch_size, [w for w in self.terms.weights if w is not None]
         if batch % self.parts:
             raise ValueError(
                 f"micro_batches must divide the batch of {batch} examples, got {self.parts}"
             )
-        if weights is not None and weights.shape[0] != batch:
-            raise ValueError(
-                f"weights must have the shape of the outputs without the likelihood's event axes, "
-                f"of which the first are {batch} examples, got {weights.shape}"
+        for weights in given:
+            if weights.shape[0] != batch:
+                raise ValueError(
+                    f"weights must have the shape of the outputs without the likelihood's event "
+                    f"axes, of which the first are {batch} examples, got {weights.shape}"
+                )
+        if given and len(self.terms.each) > 1:
+            raise NotImplementedError(
+                "weights of several terms give every part of the batch another share of each: use "
+                "micro_batches=1, or a single likelihood"
             )
         return batch
 
-    def thinned(self, examples: int) -> Oracle:
+    def thinned(self, examples_of: Callable[[tuple[int, ...]], int]) -> Oracle:
         """The oracle of every n-th example, of no more than one part has."""
-        return super().thinned(min(examples, self.batch_size // self.parts))
+        most = self.batch_size // self.parts
+        return super().thinned(lambda shape: min(examples_of(shape), most))
 
     def _part(self, i: jax.Array) -> Oracle:
         rows = self.batch_size // self.parts
@@ -74,17 +83,20 @@ class SplitOracle(Oracle):
             variables=jax.tree.map(functools.partial(fold, raw=False), own.call.variables),
             rngs=jax.tree.map(fold, own.call.rngs),
         )
-        term = dataclasses.replace(own.term, key=jax.tree.map(fold, own.term.key))
-        return dataclasses.replace(own, term=term, call=call)
+        each = [
+            dataclasses.replace(term, key=jax.tree.map(fold, term.key)) for term in own.terms.each
+        ]
+        terms = dataclasses.replace(own.terms, each=tuple(each))
+        return dataclasses.replace(own, terms=terms, call=call)
 
     def _mean(self, function: Callable[[Oracle], Any]) -> Any:
         """Over the parts, each by its share of the weights."""
 
         def add(total: Any, i: jax.Array) -> tuple[Any, None]:
             part, own = self._part(i), jnp.asarray(1 / self.parts)
-            if self.term.weights is not None and part.term.weights is not None:
-                weights = part.term.weights.sum(), self.term.weights.sum()
-                own = jnp.divide(*self.term.axis.sum(weights))
+            (here, *_), (whole, *_) = part.terms.weights, self.terms.weights
+            if here is not None and whole is not None:
+                own = jnp.divide(*self.terms.axis.sum((here.sum(), whole.sum())))
 
             def plus(x: jax.Array, new: jax.Array) -> jax.Array:
                 if not jnp.issubdtype(new.dtype, jnp.floating):

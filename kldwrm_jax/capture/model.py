@@ -15,6 +15,9 @@ from kldwrm_jax.capture.trace import Attached, Path, TraceRecord
 from kldwrm_jax.curvature import Layers
 from kldwrm_jax.curvature.blocks import Factors
 from kldwrm_jax.curvature.layer_spec import Arrays
+from kldwrm_jax.likelihoods.terms import Structure
+
+ONE: Structure = jax.tree.structure(0)  # a single likelihood
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,17 +59,33 @@ class Model:
     uncovered: tuple[str, ...] = ()  # parameters that no captured layer has
     unseen: tuple[str, ...] = ()  # parameters that the likelihood does not see
     mixing: tuple[Path, ...] = ()  # layers in which examples depend on each other
+    structure: Structure = ONE  # of the outputs, one for every likelihood
 
-    def outputs(self, params: Any, call: Call) -> jax.Array:
+    def by_term(self) -> list["Model"]:
+        """For every likelihood, the model of its outputs alone."""
+        if self.structure == ONE:
+            return [self]
+
+        def picking(i: int) -> Callable[[Any], Any]:
+            return lambda out: self._by_leaf(out)[i]
+
+        terms = range(self.structure.num_leaves)
+        return [dataclasses.replace(self, output=picking(i), structure=ONE) for i in terms]
+
+    def outputs(self, params: Any, call: Call) -> Any:
         """What the likelihood sees. Updates of other variables are dropped."""
         return self.outputs_and_variables(params, call)[0]
 
-    def outputs_and_variables(self, params: Any, call: Call) -> tuple[jax.Array, Any]:
+    def outputs_and_variables(self, params: Any, call: Call) -> tuple[Any, Any]:
         """The same, with the other variables after the call."""
         out, variables, _ = self.adapter.run(params, call)
         return self._picked(out), variables
 
-    def _picked(self, out: Any) -> jax.Array:
+    def _picked(self, out: Any) -> Any:
+        return jax.tree.unflatten(self.structure, map(_floating, self._by_leaf(out)))
+
+    def _by_leaf(self, out: Any) -> list[Any]:
+        """What every likelihood sees of what the model returns."""
         returned, source = type(out).__name__, "the model"
         if self.output is not None:
             source = "output"
@@ -75,12 +94,23 @@ class Model:
             except Exception as error:
                 error.add_note(f"output is given what the model returns, here a {returned}")
                 raise
-        if not hasattr(out, "shape"):
+        try:
+            leaves = self.structure.flatten_up_to(out)
+        except ValueError as error:
+            likelihoods = jax.tree.unflatten(self.structure, ["..."] * self.structure.num_leaves)
             raise ValueError(
-                f"{source} returns a {type(out).__name__}: pass instrument(..., output=f) with an "
-                f"f that picks the array that the likelihood sees, such as lambda out: out[0]"
-            )
-        return out.astype(jnp.promote_types(out.dtype, jnp.float32))
+                f"{source} returns a {type(out).__name__} whose structure is not that of the "
+                f"likelihoods, {likelihoods}: {error}. Pass instrument(..., output=f) with an f "
+                f"that makes it so"
+            ) from error
+        for leaf in leaves:
+            if not hasattr(leaf, "shape"):
+                raise ValueError(
+                    f"{source} returns a {type(leaf).__name__}: pass instrument(..., output=f) "
+                    f"with an f that picks the array that the likelihood sees, such as "
+                    f"lambda out: out[0], or a tree of likelihoods of its structure"
+                )
+        return leaves
 
     def probes(self, bases: Bases = NO_BASES) -> dict[Path, Arrays]:
         """Zero probes for every captured layer."""
@@ -94,7 +124,7 @@ class Model:
         weights: jax.Array | None = None,
         bases: Bases = NO_BASES,
         label: str = "observed",
-    ) -> tuple[jax.Array, TraceRecord]:
+    ) -> tuple[Any, TraceRecord]:
         """:meth:`outputs`, whose cotangents for ``probes`` are the statistics.
 
         Returns:
@@ -138,11 +168,11 @@ class Model:
         with jax.ensure_compile_time_eval():
             zero_params, zero_call = jax.tree.map(_zero, (params, call))
 
-            def outputs(probes: dict[Path, Arrays]) -> jax.Array:
+            def outputs(probes: dict[Path, Arrays]) -> Any:
                 return self.observed_outputs(zero_params, zero_call, probes)[0]
 
             out, vjp = jax.vjp(outputs, self.probes())
-            (collected,) = vjp(jnp.zeros_like(out))
+            (collected,) = vjp(jax.tree.map(jnp.zeros_like, out))
             hidden = [own.name for own in missing if not own.reached(collected[own.path])]
         if hidden:
             raise ValueError(
@@ -156,6 +186,10 @@ class Model:
         """Layers in which examples depend on each other; those not met are as they were found."""
         unmet = [path for path in self.mixing if path not in record.calls]
         return ["/".join(path) or "root" for path in (*record.mixing, *unmet)]
+
+
+def _floating(out: Any) -> Any:
+    return out.astype(jnp.promote_types(out.dtype, jnp.float32))
 
 
 def _zero(x: Any) -> jax.Array:

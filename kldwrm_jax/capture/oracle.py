@@ -1,7 +1,7 @@
 """The oracle: a batch's curvature, outputs and divergences, computed when asked for."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from kldwrm_jax.capture.forward_pass import run_forward
 from kldwrm_jax.capture.model import Model
 from kldwrm_jax.curvature.blocks import Factors
 from kldwrm_jax.likelihoods.term import LikelihoodTerm
+from kldwrm_jax.likelihoods.terms import LikelihoodTerms
 from kldwrm_jax.paths import Leaves, leaves_by_path, replace_leaves
 
 
@@ -27,7 +28,7 @@ class Oracle:
     """
 
     model: Model = dataclasses.field(metadata={"static": True})
-    term: LikelihoodTerm
+    terms: LikelihoodTerms
     params: Any
     call: Call
     after: Any = None  # other variables after the pass of ``net.value_and_grad``
@@ -50,36 +51,50 @@ class Oracle:
         for name in bases:
             self.model.layers[name]  # an error if there is no such block
         self._check_axis()
-        paths, term, axis = self.model.uncovered, self.term, self.term.axis
-        params, probes = axis.varying((self.params, self.model.probes(bases)))
-        run = run_forward(self.model, params, self.call, paths, probes, term.weights, bases)
+        made = self.model.layers.sum_of_terms(self._factors_by_term(bases))
         leaves = leaves_by_path(self.params)
-        directions, scale = term.directions(run.outputs, run.mixing)
-        collected = axis.sum(run.statistics(directions, term.positions(run.outputs)))
-        made = self.model.factors(collected, scale)
-        if self.model.uncovered:
-            signs = term.random_signs(directions)
-            _, gradients = run.vjp(jnp.sum(signs * directions, axis=0))
-            for path in self.model.uncovered:
-                made[path] = scale * axis.sum(gradients[path].astype(float) ** 2)
         made |= {path: jnp.ones(jnp.shape(leaves[path])) for path in self.model.unseen}
         return {block.name: made[block.name] for block in self.model.layers}
+
+    def _factors_by_term(self, bases: Bases) -> list[dict[str, Factors]]:
+        """Every term's own curvature, of the blocks that the likelihoods see."""
+        # A pass for each: its backward pass meets the calls of a layer that this term depends on,
+        # and no others, so that their rows are averaged, and weighted, as its own.
+        models = self.model.by_term()
+        return [
+            self._factors_of(term, model, bases)
+            for term, model in zip(self.terms.each, models, strict=True)
+        ]
+
+    def _factors_of(self, term: LikelihoodTerm, model: Model, bases: Bases) -> dict[str, Factors]:
+        axis, paths = term.axis, model.uncovered
+        params, probes = axis.varying((self.params, model.probes(bases)))
+        run = run_forward(model, params, self.call, paths, probes, term.weights, bases)
+        directions, scale = term.directions(run.outputs, run.mixing)
+        collected = axis.sum(run.statistics(directions, term.positions(run.outputs)))
+        made = model.factors(collected, scale)
+        if paths:
+            signs = term.random_signs(directions)
+            _, gradients = run.vjp(jnp.sum(signs * directions, axis=0))
+            for path in paths:
+                made[path] = scale * axis.sum(gradients[path].astype(float) ** 2)
+        return made
 
     def value_and_grad(self) -> tuple[jax.Array, Any, "Oracle"]:
         """Loss and gradient at the oracle's parameters, and the oracle with the variables after."""
         self._check_axis()
         loss, gradient, variables = self._value_and_grad_here()
-        loss, gradient = self.term.axis.sum((loss, gradient))
-        return loss, gradient, dataclasses.replace(self, after=self.term.axis.mean(variables))
+        loss, gradient = self.terms.axis.sum((loss, gradient))
+        return loss, gradient, dataclasses.replace(self, after=self.terms.axis.mean(variables))
 
     def _value_and_grad_here(self) -> tuple[jax.Array, Any, Any]:
         """This replica's part of loss and gradient, and its other variables after the pass."""
-        params = self.term.axis.varying(self.params)
+        params = self.terms.axis.varying(self.params)
 
         def loss(leaves: Leaves) -> tuple[jax.Array, Any]:
             own = replace_leaves(params, leaves)
             outputs, variables = self.model.outputs_and_variables(own, self.call)
-            return self.term.loss_here(outputs), variables
+            return self.terms.loss_here(outputs), variables
 
         (value, after), gradients = jax.value_and_grad(loss, has_aux=True)(leaves_by_path(params))
         return value, replace_leaves(params, gradients), after
@@ -97,18 +112,20 @@ class Oracle:
     @property
     def event_size(self) -> int:
         """How many numbers the outputs have for one sample."""
-        return self.term.event_size(jax.eval_shape(self.outputs, self.params))
+        return self.terms.event_size(jax.eval_shape(self.outputs, self.params))
 
-    def outputs(self, params: Any) -> jax.Array:
+    def outputs(self, params: Any) -> Any:
         """The network's outputs on this batch at other parameters, with the same dropout masks.
+
+        Of several likelihoods, a tree of outputs.
 
         Where the batch is split over replicas, these are the outputs of the part that is here.
         """
         return self.model.outputs(params, self.call)
 
     def loss(self, params: Any) -> jax.Array:
-        """Mean negative log-likelihood of the targets at other parameters."""
-        return self.term.loss(self.outputs(self.averaging_gradient(params)))
+        """Mean negative log-likelihood of the targets at other parameters, summed over terms."""
+        return self.terms.loss(self.outputs(self.averaging_gradient(params)))
 
     def averaging_gradient(self, params: Any) -> Any:
         """The same parameters, for functions of ``outputs`` that end in a mean over replicas.
@@ -116,17 +133,17 @@ class Oracle:
         Their gradient by the parameters is then that mean's, too, and the same on every replica.
         """
         self._check_axis()
-        return self.term.axis.averaging_gradient(params)
+        return self.terms.axis.averaging_gradient(params)
 
-    def divergence(self, outputs1: jax.Array, outputs2: jax.Array) -> jax.Array:
-        """Mean symmetric KL divergence between two networks' outputs on this batch."""
+    def divergence(self, outputs1: Any, outputs2: Any) -> jax.Array:
+        """Mean symmetric KL divergence between two networks' outputs, summed over terms."""
         self._check_axis()
-        return self.term.divergence(outputs1, outputs2)
+        return self.terms.divergence(outputs1, outputs2)
 
     def _check_axis(self) -> None:
         """An error if the batch is split over an axis that ``instrument`` was not told of."""
-        term = self.term
-        term.axis.check(self.params, (self.call, term.targets, term.weights))
+        terms = self.terms
+        terms.axis.check(self.params, (self.call, terms.targets, terms.weights))
 
     def quadratic(self, step: Any) -> jax.Array:
         r""":math:`\frac12 s'F s`: the divergence of a step to second order.
@@ -136,9 +153,9 @@ class Oracle:
         Args:
           step: of the parameters' structure; masked parameters do not move.
         """
-        return 0.5 * self.gram([step])[0][0, 0]
+        return 0.5 * self.gram([step])[0, 0]
 
-    def gram(self, directions: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    def gram(self, directions: Sequence[Any]) -> jax.Array:
         r""":math:`V'FV` for the exact Fisher of the whole network on this batch.
 
         One JVP per direction, and the second derivative of the divergence along them.
@@ -148,7 +165,7 @@ class Oracle:
             not move.
 
         Returns:
-          The matrix, and the number of samples that it is a mean over.
+          The matrix.
         """
         leaves = leaves_by_path(self.params)
         columns = [leaves_by_path(direction) for direction in directions]
@@ -163,25 +180,45 @@ class Oracle:
             lambda leaves: self.outputs(replace_leaves(self.params, leaves)), leaves
         )
         outputs, changes = optax.tree.cast((outputs, jax.vmap(jvp)(tangents)), float)
-        slope = jax.grad(lambda h: self.term.divergence_here(outputs, h))
+        slope = jax.grad(lambda h: self.terms.divergence_here(outputs, h))
         _, output_fisher = jax.linearize(slope, outputs)
         curved = jax.vmap(output_fisher)(changes)
         k = len(columns)
         highest = jax.lax.Precision.HIGHEST
-        gram = jnp.matmul(changes.reshape(k, -1), curved.reshape(k, -1).T, precision=highest)
-        return self.term.axis.sum(gram), self.term.samples(outputs)
+
+        def products(u: jax.Array, v: jax.Array) -> jax.Array:
+            return jnp.matmul(u.reshape(k, -1), v.reshape(k, -1).T, precision=highest)
+
+        by_term = jax.tree.leaves(jax.tree.map(products, changes, curved))
+        return self.terms.axis.sum(jnp.stack(by_term).sum(axis=0))
+
+    @property
+    def samples(self) -> jax.Array:
+        """How many samples the batch is worth; of several terms, that of the fewest."""
+        return self.terms.samples(self._output_shapes)
+
+    @property
+    def sample_shapes(self) -> list[tuple[int, ...]]:
+        """The outputs' axes that are samples, of every term; the first of them is the batch's."""
+        return self.terms.sample_shapes(self._output_shapes)
+
+    @property
+    def _output_shapes(self) -> Any:
+        return jax.eval_shape(self.model.outputs, self.params, self.call)
 
     @property
     def batch_size(self) -> int:
-        """The length of the first axis of the outputs."""
-        known = self.term.weights if self.term.targets is None else self.term.targets
-        return jnp.shape(known)[0] if known is not None else self.sample_shape[0]
-
-    @property
-    def sample_shape(self) -> tuple[int, ...]:
-        """The outputs' axes that are samples; the first of them is the batch's."""
-        outputs = jax.eval_shape(self.model.outputs, self.params, self.call)
-        return self.term.sample_shape(outputs)
+        """The length of the first axis of the outputs, which must be the same for all terms."""
+        given = [t.weights if t.targets is None else t.targets for t in self.terms.each]
+        known = [jnp.shape(x)[0] for x in given if x is not None]
+        if len(known) < len(given):
+            known = [shape[0] for shape in self.sample_shapes]
+        if len({*known}) > 1:
+            raise ValueError(
+                f"the terms have batches of {', '.join(map(str, known))} examples, which can not "
+                f"be split alike: use micro_batches=1, or terms with batches of one size"
+            )
+        return known[0]
 
     def part(self, take: Callable[[jax.Array], jax.Array]) -> "Oracle":
         """The oracle of some examples.
@@ -190,28 +227,60 @@ class Oracle:
           take: takes them from an array whose first axis is the batch's; applied to all arguments
             of the model, targets and weights that have as many entries as the batch.
         """
-        batch = self.batch_size
+        return self._part_by_length({self.batch_size: take})
+
+    def thinned(self, examples_of: Callable[[tuple[int, ...]], int]) -> "Oracle":
+        """The oracle of every n-th example.
+
+        The examples of a batch that is sharded over devices come from all of them. Terms with
+        batches of different size are thinned each by itself, where the first axes of the model's
+        arguments tell which are whose; a term for which they do not tell stays whole.
+
+        Args:
+          examples_of: how many examples are to be left of a term whose samples have this shape.
+        """
+        shapes = self.sample_shapes
+        counts: dict[int, int] = {}
+        for shape in shapes:
+            counts[shape[0]] = max(examples_of(shape), counts.get(shape[0], 1))
+        takes = {n: _every(n // left, left) for n, left in counts.items() if n >= 2 * left}
+        if len(shapes) == 1:
+            return self._part_by_length(takes)
+        given = {x.shape[0] for x in jax.tree.leaves(self.call) if getattr(x, "ndim", 0)}
+        takes = {n: take for n, take in takes.items() if n in given}
+        wanted = [(counts[n] if n in takes else n, *rest) for n, *rest in shapes]
+        thin = self._part_by_length(takes)
+        try:
+            fits = thin.sample_shapes == wanted
+        except (TypeError, ValueError):  # the model can not take arguments of these lengths
+            fits = False
+        return thin if fits else self
+
+    def _part_by_length(self, takes: Mapping[int, Callable[[jax.Array], jax.Array]]) -> "Oracle":
+        """The oracle of some examples of every term, by the length of its batch."""
 
         def cut(x: Any) -> Any:
-            if getattr(x, "ndim", 0) == 0 or x.shape[0] != batch:
+            if getattr(x, "ndim", 0) == 0 or x.shape[0] not in takes:
                 return x
-            return take(jnp.asarray(x))
+            return takes[x.shape[0]](jnp.asarray(x))
 
         call = dataclasses.replace(
             self.call,
             args=jax.tree.map(cut, self.call.args),
             kwargs=jax.tree.map(cut, self.call.kwargs),
         )
-        targets, weights = jax.tree.map(cut, (self.term.targets, self.term.weights))
-        term = dataclasses.replace(self.term, targets=targets, weights=weights)
-        return Oracle(self.model, term, self.params, call)
+        each = [
+            dataclasses.replace(
+                term,
+                targets=jax.tree.map(cut, term.targets),
+                weights=jax.tree.map(cut, term.weights),
+            )
+            for term in self.terms.each
+        ]
+        terms = dataclasses.replace(self.terms, each=tuple(each))
+        return Oracle(self.model, terms, self.params, call)
 
-    def thinned(self, examples: int) -> "Oracle":
-        """The oracle of every n-th example, so that ``examples`` are left.
 
-        The examples of a batch that is sharded over devices come from all of them.
-        """
-        every = self.batch_size // examples
-        if every <= 1:
-            return self
-        return self.part(lambda x: x[: every * examples : every])
+def _every(n: int, left: int) -> Callable[[jax.Array], jax.Array]:
+    """Takes every n-th entry, so many of them."""
+    return lambda x: x[: n * left : n]

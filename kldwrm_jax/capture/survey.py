@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.captured_layer import CapturedLayer
 from kldwrm_jax.capture.dependence import Dependence, find_dependence
-from kldwrm_jax.capture.model import Adapter, Model
+from kldwrm_jax.capture.model import ONE, Adapter, Model
 from kldwrm_jax.capture.observe import Derivative
 from kldwrm_jax.capture.stack import Stack, find_stacks
 from kldwrm_jax.capture.trace import SENTINEL, CallSite, Path, TraceRecord, surveying
 from kldwrm_jax.curvature import Diagonal, LayerBlock, Layers, Parameter
 from kldwrm_jax.curvature.layer_spec import Embedding, LayerSpec, Shape
+from kldwrm_jax.likelihoods.terms import Structure
 from kldwrm_jax.paths import leaves_by_path
 
 Shapes = Mapping[str, Shape]  # of parameters, by path
@@ -32,12 +33,21 @@ _SENTINEL_LENGTHS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # that no 
 
 
 def survey(
-    adapter: Adapter, output: Callable[[Any], Any] | None, call: Call
-) -> tuple[Model, jax.ShapeDtypeStruct]:
+    adapter: Adapter,
+    output: Callable[[Any], Any] | None,
+    call: Call,
+    structure: Structure = ONE,
+) -> tuple[Model, Any]:
     """Finds a model's layers and gives every parameter a block; nothing is computed.
 
+    Args:
+      adapter: of the model.
+      output: picks what the likelihoods see.
+      call: an example.
+      structure: of the likelihoods.
+
     Returns:
-      The model, and the shape of what the likelihood sees.
+      The model, and the shapes of what the likelihoods see.
     """
     params, call = adapter.example(call)
     shapes = {path: x.shape for path, x in leaves_by_path(params).items()}
@@ -64,7 +74,8 @@ def survey(
     specs = {path: _differentiated(sites[path], specs[path], record, shapes) for path in specs}
     stacks = _find_stacks(sites, shapes, trace)
     captured = [_captured(sites[path], spec, stacks[path], shapes) for path, spec in specs.items()]
-    model = Model(adapter, output, Layers(()), tuple(captured), mixing=tuple(record.mixing))
+    mixing = tuple(record.mixing)
+    model = Model(adapter, output, Layers(()), tuple(captured), mixing=mixing, structure=structure)
     found, outputs = _find_dependence(model, params, call)
     for layer in captured:
         for path in {*layer.parameters} & found.outside:
@@ -74,13 +85,11 @@ def survey(
     return _with_blocks(model, record, found, shapes), outputs
 
 
-def _find_dependence(
-    model: Model, params: Any, call: Call
-) -> tuple[Dependence, jax.ShapeDtypeStruct]:
-    """What the outputs depend on, and their shape."""
+def _find_dependence(model: Model, params: Any, call: Call) -> tuple[Dependence, Any]:
+    """What the outputs depend on, and their shapes."""
     label, probes = next(_labels), jax.eval_shape(model.probes)
 
-    def outputs(params: Any, call: Call, probes: Any) -> jax.Array:
+    def outputs(params: Any, call: Call, probes: Any) -> Any:
         return model.observed_outputs(params, call, probes, label=label)[0]
 
     program, shape = jax.make_jaxpr(outputs, return_shape=True)(params, call, probes)

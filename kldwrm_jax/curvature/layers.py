@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kldwrm_jax.curvature.blocks import Diagonal, Factors, Kronecker
+from kldwrm_jax.curvature.statistics import sum_of_products
 
 Axes = tuple[int, ...]
 
@@ -140,6 +141,17 @@ class LayerBlock:
         """Arrays, one for each of ``shapes``, as this block's factors."""
         return shapes[0] if isinstance(self.block, Diagonal) else shapes
 
+    def sum_of_terms(self, factors: Sequence[Factors]) -> Factors:
+        """The factors of a sum of Fishers, from those of each."""
+        if len(factors) == 1:
+            return factors[0]
+        if isinstance(self.block, Diagonal):
+            return jnp.sum(jnp.stack(factors), axis=0)
+        diagonal = (self.block.a_diagonal, self.block.g_diagonal)
+        one = sum_of_products([(own[0], own[1]) for own in factors], diagonal)
+        scalings = [own[2] for own in factors if len(own) > 2]  # EK-FAC's
+        return (*one, sum(scalings[1:], start=scalings[0])) if scalings else one
+
     def gather(self, leaves: Mapping[str, jax.Array]) -> jax.Array:
         """The direction that the block acts on, from the parameters' leaves."""
         own = [leaves[parameter.path] for parameter in self.parameters]
@@ -221,6 +233,11 @@ class Layers:
                     f"all or none, or instrument with bias='separate'"
                 )
         return found
+
+    def sum_of_terms(self, factors: Sequence[Mapping[str, Factors]]) -> dict[str, Factors]:
+        """The factors of a sum of Fishers, of every block that these have."""
+        known = [block for block in self.blocks if block.name in factors[0]]
+        return {b.name: b.sum_of_terms([own[b.name] for own in factors]) for b in known}
 
     @property
     def state_bytes(self) -> int:

@@ -7,6 +7,7 @@ means through division by the rows' total weight.
 """
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -127,13 +128,39 @@ def same_partial_traces(
     """
     (a1, g1), (a2, g2) = first, second
 
-    def trace(x: jax.Array, *, diagonal: bool) -> jax.Array:
-        return x.sum(-1) if diagonal else jnp.trace(x, axis1=-2, axis2=-1)
-
-    s1, s2 = (trace(a, diagonal=diagonal[0]) for a in (a1, a2))
-    t1, t2 = (trace(g, diagonal=diagonal[1]) for g in (g1, g2))
+    s1, s2 = (_trace(a, diagonal=diagonal[0]) for a in (a1, a2))
+    t1, t2 = (_trace(g, diagonal=diagonal[1]) for g in (g1, g2))
     a = _expand(t1, a1.ndim) * a1 + _expand(t2, a1.ndim) * a2
     return a, mean(_expand(s1, g1.ndim) * g1 + _expand(s2, g1.ndim) * g2, s1 * t1 + s2 * t2)
+
+
+def sum_of_products(
+    products: Sequence[tuple[jax.Array, ...]], diagonal: tuple[bool, bool]
+) -> tuple[jax.Array, jax.Array]:
+    r"""One Kronecker product with the partial traces of :math:`\sum_t A_t \otimes G_t`.
+
+    That is the sum itself where all :math:`A_t`, or all :math:`G_t`, are multiples of one matrix.
+    :math:`A` is a mean of the :math:`A_t`, by the traces of the :math:`G_t`.
+    """
+    of_g = [_trace(g, diagonal=diagonal[1]) for _, g in products]
+    total = sum(of_g[1:], start=of_g[0])
+    shares = [
+        jnp.where(total == 0, 1 / len(of_g), t / jnp.where(total == 0, 1, total)) for t in of_g
+    ]
+
+    def weighted(weights: Sequence[jax.Array], side: int) -> jax.Array:
+        terms = [
+            _expand(w, own[side].ndim) * own[side] for w, own in zip(weights, products, strict=True)
+        ]
+        return sum(terms[1:], start=terms[0])
+
+    a = weighted(shares, 0)
+    g = weighted([_trace(own, diagonal=diagonal[0]) for own, _ in products], 1)
+    return a, mean(g, _trace(a, diagonal=diagonal[0]))
+
+
+def _trace(x: jax.Array, *, diagonal: bool) -> jax.Array:
+    return x.sum(-1) if diagonal else jnp.trace(x, axis1=-2, axis2=-1)
 
 
 def _expand(x: jax.Array, ndim: int) -> jax.Array:

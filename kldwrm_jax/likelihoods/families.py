@@ -6,6 +6,7 @@ samples. Everything else in the library is written against the small protocol :c
 
 import dataclasses
 import math
+import numbers
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -271,6 +272,176 @@ class Bernoulli:
         outputs = _full_precision(outputs)
         deviation = jnp.exp(0.5 * (log_sigmoid(outputs) + log_sigmoid(-outputs)))
         return deviation * _event_basis(outputs, self.event_ndim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Residuals(Gaussian):
+    r"""Residuals, to be driven to zero: a Gaussian whose targets are zero and are not given.
+
+    The loss is :math:`\|r\|^2 / 2\sigma^2`, without the density's constant: it falls to zero with
+    the residuals, whose digits would be lost beside a constant.
+
+    Args:
+      variance: :math:`\sigma^2`, a number > 0.
+      event_ndim: how many trailing axes of the outputs make one residual; 0 for outputs of shape
+        ``(N,)``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import kldwrm_jax as kw
+      >>> float(kw.Residuals().nll(jnp.array([3.0, 4.0])))
+      12.5
+    """
+
+    def nll(self, outputs: jax.Array, targets: jax.Array | None = None) -> jax.Array:
+        """Half the squared residual over the variance, summed over the event axes.
+
+        Args:
+          outputs: the residuals.
+          targets: none. Only what ``sample`` draws, for the Fisher, is not zero.
+        """
+        outputs = _full_precision(outputs)
+        if targets is not None:
+            _check_same_shape("Residuals", outputs, jnp.asarray(targets))
+            outputs = outputs - targets
+        return _sum_events(0.5 * outputs**2 / self.variance, self.event_ndim)
+
+
+@dataclasses.dataclass(frozen=True)
+class DiagonalGaussian:
+    r"""Real values whose scales are outputs, too: :math:`p(y \mid h) = N(y; \mu, e^{2\lambda})`.
+
+    The last axis of the outputs has the means and then the log-scales, :math:`h = (\mu, \lambda)`:
+    twice the length of the targets'. For regression with noise that depends on the inputs, and for
+    policies with continuous actions.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import kldwrm_jax as kw
+      >>> outputs = jnp.array([1.0, 2.0, 0.0, -1.0])  # N(1, 1) and N(2, exp(-2))
+      >>> float(kw.DiagonalGaussian().nll(outputs, jnp.array([1.0, 2.0])).round(4))
+      0.8379000425338745
+    """
+
+    @property
+    def event_ndim(self) -> int:
+        """One: the axis of means and log-scales."""
+        return 1
+
+    def nll(self, outputs: jax.Array, targets: jax.Array) -> jax.Array:
+        """Negative log-density, constants included, summed over the last axis."""
+        (mean, log_scale), targets = _mean_and_log_scale(outputs), jnp.asarray(targets)
+        if targets.shape != mean.shape:
+            raise ValueError(
+                f"targets of DiagonalGaussian must have the shape of the means, {mean.shape}, "
+                f"which are the first half of the outputs, got {targets.shape}"
+            )
+        apart = (targets - mean) * jnp.exp(-log_scale)
+        return (0.5 * (apart**2 + math.log(2 * math.pi)) + log_scale).sum(axis=-1)
+
+    def sample(self, key: jax.Array, outputs: jax.Array) -> jax.Array:
+        """Means plus noise of the outputs' scale."""
+        mean, log_scale = _mean_and_log_scale(outputs)
+        return mean + jnp.exp(log_scale) * jax.random.normal(key, mean.shape, mean.dtype)
+
+    def symmetric_kl(self, outputs1: jax.Array, outputs2: jax.Array, xi: Scalar = 0.5) -> jax.Array:
+        """Mixed KL divergence of every sample; symmetric at ``xi = 1/2``."""
+        check_fraction("xi", xi)
+
+        def kl(p: jax.Array, q: jax.Array) -> jax.Array:
+            (mean, log_scale), (other, reference) = _mean_and_log_scale(p), _mean_and_log_scale(q)
+            wider, apart = log_scale - reference, (mean - other) * jnp.exp(-reference)
+            return (0.5 * (jnp.expm1(2 * wider) + apart**2) - wider).sum(axis=-1)
+
+        return xi * kl(outputs1, outputs2) + (1 - xi) * kl(outputs2, outputs1)
+
+    def fisher_root(self, outputs: jax.Array) -> jax.Array:
+        r"""Columns :math:`e^{-\lambda_j} e_j` of the means and :math:`\sqrt2\, e_j` of the rest."""
+        _, log_scale = _mean_and_log_scale(outputs)
+        of_scale = jnp.full_like(log_scale, math.sqrt(2))
+        root = jnp.concatenate([jnp.exp(-log_scale), of_scale], axis=-1)
+        return root * _event_basis(root, 1)
+
+
+def _mean_and_log_scale(outputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    outputs = _full_precision(outputs)
+    size = outputs.shape[-1]
+    if size % 2:
+        raise ValueError(
+            f"outputs of DiagonalGaussian are means and log-scales along the last axis, whose "
+            f"length must be even, got shape {outputs.shape}"
+        )
+    return outputs[..., : size // 2], outputs[..., size // 2 :]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """A likelihood whose log-likelihood is multiplied by a factor: the weight of a loss term.
+
+    The loss, the Fisher and the divergence are ``factor`` times those of the likelihood; samples
+    are its own.
+
+    Args:
+      likelihood: any.
+      factor: a number > 0.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import kldwrm_jax as kw
+      >>> float(kw.Scaled(kw.Residuals(), 10.0).nll(jnp.array([3.0, 4.0])))
+      125.0
+    """
+
+    likelihood: Likelihood
+    factor: float
+
+    def __post_init__(self) -> None:
+        if not is_likelihood(self.likelihood):
+            raise ValueError(
+                f"likelihood must implement kldwrm_jax.Likelihood, as kldwrm_jax.Categorical() "
+                f"does, got {self.likelihood!r}"
+            )
+        if not isinstance(self.factor, numbers.Real):
+            raise ValueError(
+                f"factor must be a number that is known when the program is built, got "
+                f"{self.factor!r}"
+            )
+        check_positive("factor", self.factor)
+
+    @property
+    def event_ndim(self) -> int:
+        """The likelihood's."""
+        return self.likelihood.event_ndim
+
+    def nll(self, outputs: jax.Array, targets: jax.Array | None = None) -> jax.Array:
+        """``factor`` times the likelihood's."""
+        return self.factor * self.likelihood.nll(outputs, targets)  # type: ignore[arg-type]
+
+    def sample(self, key: jax.Array, outputs: jax.Array) -> jax.Array:
+        """Targets drawn from the likelihood."""
+        return self.likelihood.sample(key, outputs)
+
+    def symmetric_kl(self, outputs1: jax.Array, outputs2: jax.Array, xi: Scalar = 0.5) -> jax.Array:
+        """``factor`` times the likelihood's."""
+        return self.factor * self.likelihood.symmetric_kl(outputs1, outputs2, xi)
+
+    def fisher_root(self, outputs: jax.Array) -> jax.Array:
+        """The likelihood's, times the root of ``factor``."""
+        return math.sqrt(self.factor) * self.likelihood.fisher_root(outputs)
+
+
+def is_likelihood(x: object) -> bool:
+    """Whether this is one, not the class of one."""
+    return isinstance(x, Likelihood) and not isinstance(x, type)
+
+
+def unscaled(likelihood: Likelihood) -> tuple[Likelihood, float]:
+    """The likelihood inside of any number of :class:`Scaled`, and the product of their factors."""
+    factor = 1.0
+    while isinstance(likelihood, Scaled):
+        factor *= likelihood.factor
+        likelihood = likelihood.likelihood
+    return likelihood, factor
 
 
 def _is_whole(targets: object) -> bool:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kldwrm_jax.batch_axis import BatchAxis
-from kldwrm_jax.likelihoods.families import Likelihood
+from kldwrm_jax.likelihoods.families import Likelihood, Residuals, unscaled
 
 
 @jax.tree_util.register_dataclass
@@ -28,6 +28,8 @@ class LikelihoodTerm:
     weights: jax.Array | None  # of the samples
     # The axes over which the batch is split.
     axis: BatchAxis = dataclasses.field(default=BatchAxis(), metadata={"static": True})
+    # Its place among several terms, each of which draws labels of its own.
+    place: int = dataclasses.field(default=0, metadata={"static": True})
 
     def loss(self, outputs: jax.Array) -> jax.Array:
         """Mean negative log-likelihood of the targets."""
@@ -79,7 +81,7 @@ class LikelihoodTerm:
             # statistics are collected on every step, XLA does one backward pass for both.
             self._needed_targets("fisher='empirical'", outputs)
             scale = math.prod(self.sample_shape(outputs)) * self.axis.size
-            return jax.grad(self.loss_here)(outputs)[None], scale
+            return jax.grad(self.loss_here)(outputs)[None], scale / self._factor
         root = jnp.sqrt(self._shares(self.sample_shape(outputs)))
         if self.fisher == "exact":
             if mixing:
@@ -91,23 +93,36 @@ class LikelihoodTerm:
             return self.likelihood.fisher_root(outputs) * self._per_event(root), 1.0
         if self.fisher == "empirical":
             targets = self._needed_targets("fisher='empirical'", outputs)
-        elif self.key is None:
+        elif self._own_key is None:
             raise ValueError(
                 "fisher='sampled' draws labels from the model and needs a key: "
                 "net.oracle(params, ..., key=key)"
             )
         else:
-            targets = self.likelihood.sample(self.axis.fold_in(self.key), outputs)
+            targets = self.likelihood.sample(self.axis.fold_in(self._own_key), outputs)
         targets = jax.lax.stop_gradient(targets)
+        root = root / math.sqrt(self._factor)  # the Fisher has the factor once, its scores twice
         gradient = jax.grad(lambda h: jnp.sum(self._nll(h, targets) * root))(outputs)
         return gradient[None], 1.0
 
     def random_signs(self, directions: jax.Array) -> jax.Array:
         """Signs, one per sample: the square of a sum is the sum of squares in expectation."""
-        key = jax.random.key(0) if self.key is None else jax.random.fold_in(self.key, 1)
+        own = self._own_key
+        key = jax.random.key(0) if own is None else jax.random.fold_in(own, 1)
         samples = self.sample_shape(directions)
         signs = jax.random.rademacher(self.axis.fold_in(key), samples, directions.dtype)
         return self._per_event(signs)
+
+    @property
+    def _factor(self) -> float:
+        """By which the likelihood is scaled."""
+        return unscaled(self.likelihood)[1]
+
+    @property
+    def _own_key(self) -> jax.Array | None:
+        if self.key is None or self.place == 0:
+            return self.key
+        return jax.random.fold_in(self.key, 1 + self.place)
 
     def _nll(self, outputs: jax.Array, targets: Any) -> jax.Array:
         samples, nll = self.sample_shape(outputs), self.likelihood.nll(outputs, targets)
@@ -156,6 +171,13 @@ class LikelihoodTerm:
         return jnp.where((self.weights < 0).any(), jnp.nan, shares)
 
     def _needed_targets(self, what: str, outputs: jax.Array) -> Any:
+        if isinstance(unscaled(self.likelihood)[0], Residuals):
+            if self.targets is not None:
+                raise ValueError(
+                    f"{self.likelihood!r} takes no targets: residuals are driven to zero. Leave "
+                    f"targets out, or give None for this term; kldwrm_jax.Gaussian() takes targets"
+                )
+            return None
         if self.targets is None:
             raise ValueError(f"{what} needs targets: net.oracle(params, ..., targets=y)")
         _check_no_broadcast(self.likelihood, outputs, self.targets)
@@ -164,6 +186,7 @@ class LikelihoodTerm:
 
 def _chooses_event(likelihood: Any) -> bool:
     """Whether the number of event axes is an argument of the likelihood."""
+    likelihood, _ = unscaled(likelihood)
     fields = dataclasses.fields(likelihood) if dataclasses.is_dataclass(likelihood) else ()
     return "event_ndim" in {field.name for field in fields}
 

@@ -123,7 +123,7 @@ class InnerProblem:
         weights = self.weights(inputs.at.rho, iterates.k)
         places = (iterates.k - jnp.arange(self.capacity)) % self.capacity  # newest first
 
-        def outputs_at(place: jax.Array) -> jax.Array:
+        def outputs_at(place: jax.Array) -> Any:
             return _outputs(inputs.oracle, {path: x[place] for path, x in buffer.items()})
 
         # The outputs of older networks stay the same while the inner solver runs.
@@ -137,7 +137,7 @@ class InnerProblem:
             inputs,
             b,
             here,
-            jax.lax.stop_gradient(jnp.concatenate([newest[None], older])),
+            jax.lax.stop_gradient(jax.tree.map(_put_first, newest, older)),
             self.kl_scale * weights,
             proximal,
         )
@@ -238,7 +238,7 @@ class Objective(NamedTuple):
     inputs: StepInputs
     b: dict[str, Factors]
     here: Leaves
-    old_outputs: jax.Array  # of the networks in the buffer, the newest first
+    old_outputs: Any  # of the networks in the buffer, the newest first
     weights: jax.Array  # of their divergences
     proximal: Proximal | None
 
@@ -256,7 +256,7 @@ class Objective(NamedTuple):
     @property
     def at_rest(self) -> jax.Array:
         """The objective of no step at all, for which no network has to be run."""
-        kl, _ = self._divergences(self.old_outputs[0])
+        kl, _ = self._divergences(jax.tree.map(lambda h: h[0], self.old_outputs))
         if self.proximal is None:
             return kl
         return kl + self.proximal.value(optax.tree.zeros_like(self.inputs.gradients.g))
@@ -266,7 +266,7 @@ class Objective(NamedTuple):
         new = {path: p + s[path].astype(p.dtype) for path, p in self.here.items()}
         return self._divergences(_outputs(self.inputs.oracle, new))
 
-    def _divergences(self, outputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _divergences(self, outputs: Any) -> tuple[jax.Array, jax.Array]:
         terms = jax.vmap(self.inputs.oracle.divergence, (0, None))(self.old_outputs, outputs)
         return jnp.sum(self.weights * terms), 2 * terms[0]
 
@@ -283,7 +283,11 @@ class Objective(NamedTuple):
         return value + self.proximal.value(s), {p: x + more[p] for p, x in gradient.items()}
 
 
-def _outputs(oracle: Oracle, leaves: Leaves) -> jax.Array:
+def _put_first(first: jax.Array, others: jax.Array) -> jax.Array:
+    return jnp.concatenate([first[None], others])
+
+
+def _outputs(oracle: Oracle, leaves: Leaves) -> Any:
     """The network's outputs; the oracle's parameters are whole where ours may be masked."""
     return oracle.outputs(replace_leaves(oracle.params, leaves))
 

@@ -7,6 +7,7 @@ per direction. A linear member of the family has :math:`\mu = 1`; one whose own 
 has that curvature once more, :math:`\mu = 2`.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -58,15 +59,17 @@ class QuadraticModel(NamedTuple):
 
 
 def measure(
-    oracle: Oracle, directions: list[Leaves], g: Leaves, objective_gradient: Leaves, examples: int
+    oracle: Oracle,
+    directions: list[Leaves],
+    g: Leaves,
+    objective_gradient: Leaves,
+    examples_of: Callable[[tuple[int, ...]], int],
 ) -> QuadraticModel:
-    """The model of a batch, whose Fisher is measured on ``examples`` of it."""
-    fisher, samples = oracle.thinned(examples).gram(directions)
-    batch = oracle.batch_size
+    """The model of a batch, whose Fisher is measured on ``examples_of`` the samples' shape."""
     return QuadraticModel(
         loss_slope=jnp.stack([vdot(v, g) for v in directions]),
         slope=jnp.stack([vdot(v, objective_gradient) for v in directions]),
-        fisher=fisher,
+        fisher=oracle.thinned(examples_of).gram(directions),
         norms=jnp.stack([jnp.stack([vdot(u, v) for v in directions]) for u in directions]),
-        samples=samples * batch / min(examples, batch),
+        samples=oracle.samples,
     )

@@ -189,9 +189,9 @@ class SelfSetting:
         directions = [jax.tree.map(jnp.negative, direction.v), *others]
 
         def fitted() -> SetStep:
-            examples = self.fit.examples_of(inputs.oracle.sample_shape)
+            examples_of = self.fit.examples_of
             objective = inputs.gradients.objective(inputs.at.calibration)
-            model = measure(inputs.oracle, directions, inputs.gradients.g, objective, examples)
+            model = measure(inputs.oracle, directions, inputs.gradients.g, objective, examples_of)
             return self._fitted(known, inputs, direction, model, calibration_before)
 
         # Replicas under a vmap share the branch, and each takes what is its own.

@@ -413,7 +413,9 @@ def test_outputs_that_the_likelihood_cannot_take_are_errors_of_instrument(output
 
 
 def test_the_class_of_a_likelihood_is_an_error():
-    with pytest.raises(ValueError, match=r"as kldwrm_jax\.Categorical\(\) does, got <class"):
+    with pytest.raises(
+        ValueError, match=r"as kldwrm_jax\.Categorical\(\) does, or be a tree .*, got <class"
+    ):
         kw.instrument(nn.Dense(3), kw.Categorical, PAIR)
 
 

@@ -12,7 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kldwrm_jax import Bernoulli, Categorical, Gaussian, Likelihood
+from kldwrm_jax import (
+    Bernoulli,
+    Categorical,
+    DiagonalGaussian,
+    Gaussian,
+    Likelihood,
+    Residuals,
+    Scaled,
+)
 
 few_examples = settings(
     deadline=None,
@@ -373,3 +381,71 @@ def test_targets_that_would_broadcast_are_refused(family):
     )
     with pytest.raises(ValueError, match=expected):
         family().nll(jnp.zeros((4, 1)), jnp.zeros(4))
+
+
+MEAN_AND_LOG_SCALE = np.array([0.3, -1.0, 0.2, -0.5])
+
+
+def test_diagonal_gaussian_nll_is_minus_the_log_density(rng, x64):
+    h, y = rng.normal(size=(5, 2, 6)), rng.normal(size=(5, 2, 3))
+    expected = -scipy.stats.norm.logpdf(y, h[..., :3], np.exp(h[..., 3:])).sum(-1)
+    np.testing.assert_allclose(DiagonalGaussian().nll(h, y), expected, rtol=1e-12)
+
+
+@each_xi
+def test_diagonal_gaussian_divergence_mixes_the_two_kls_of_the_definition(xi, rng, x64):
+    h1, h2 = 0.5 * rng.normal(size=(2, 4))
+    y = np.linspace(-30, 30, 20001)[:, None]
+    p, q = (scipy.stats.norm(h[:2], np.exp(h[2:])) for h in (h1, h2))
+    forward, backward = (
+        np.trapezoid(a.pdf(y) * (a.logpdf(y) - b.logpdf(y)), y, axis=0).sum()
+        for a, b in ((p, q), (q, p))
+    )
+    got = DiagonalGaussian().symmetric_kl(h1, h2, xi)
+    np.testing.assert_allclose(got, xi * forward + (1 - xi) * backward, rtol=1e-8)
+
+
+def test_diagonal_gaussian_fisher_root_squares_to_the_expected_outer_product_of_scores(x64):
+    """By Gauss-Hermite quadrature, which is exact for the scores' products."""
+    h, (nodes, weights) = MEAN_AND_LOG_SCALE, np.polynomial.hermite_e.hermegauss(7)
+    weights = weights / weights.sum()
+    z = np.stack(np.meshgrid(nodes, nodes), axis=-1).reshape(-1, 2)
+    scores = jax.vmap(jax.grad(DiagonalGaussian().nll), (None, 0))(
+        jnp.asarray(h), h[:2] + np.exp(h[2:]) * z
+    )
+    expected = np.einsum("y,ya,yb->ab", np.outer(weights, weights).reshape(-1), scores, scores)
+    np.testing.assert_allclose(fisher(DiagonalGaussian(), h), expected, atol=1e-12)
+    batched = DiagonalGaussian().fisher_root(np.stack([h, 2 * h]))
+    assert batched.shape == (4, 2, 4)
+    second = np.asarray(batched[:, 1])
+    np.testing.assert_allclose(second.T @ second, fisher(DiagonalGaussian(), 2 * h), atol=1e-12)
+
+
+def test_diagonal_gaussian_samples_have_its_moments():
+    h = jnp.broadcast_to(jnp.asarray(MEAN_AND_LOG_SCALE), (40_000, 4))
+    y = DiagonalGaussian().sample(jax.random.key(0), h)
+    np.testing.assert_allclose(y.mean(axis=0), MEAN_AND_LOG_SCALE[:2], atol=0.03)
+    np.testing.assert_allclose(y.std(axis=0), np.exp(MEAN_AND_LOG_SCALE[2:]), rtol=0.03)
+
+
+def test_diagonal_gaussian_refuses_shapes_that_are_not_means_and_scales():
+    with pytest.raises(ValueError, match=r"must be even, got shape \(4, 3\)"):
+        DiagonalGaussian().nll(jnp.zeros((4, 3)), jnp.zeros((4, 3)))
+    with pytest.raises(ValueError, match=r"shape of the means, \(4, 1\).*got \(4, 2\)"):
+        DiagonalGaussian().nll(jnp.zeros((4, 2)), jnp.zeros((4, 2)))
+
+
+def test_residuals_are_half_their_squares_over_the_variance(rng, x64):
+    r = rng.normal(size=(3, 2))
+    own, gaussian = Residuals(variance=0.3), Gaussian(variance=0.3)
+    np.testing.assert_allclose(own.nll(r), (r**2).sum(-1) / 0.6, rtol=1e-12)
+    np.testing.assert_array_equal(own.fisher_root(r), gaussian.fisher_root(r))
+    np.testing.assert_array_equal(own.symmetric_kl(r, 2 * r), gaussian.symmetric_kl(r, 2 * r))
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, "2", None])
+def test_a_factor_that_is_no_positive_number_is_an_error(factor):
+    with pytest.raises(ValueError, match="factor must be"):
+        Scaled(Gaussian(), factor)
+    with pytest.raises(ValueError, match="likelihood must implement"):
+        Scaled(Gaussian, 1.0)
