@@ -36,6 +36,8 @@ def best_rate(problem: Problem, records: Sequence[Record], method: str) -> float
     steps = [f"steps to {target:g}" for target in reversed(problem.targets)]
     sign = -1 if problem.metric == "accuracy" else 1
     rows = _tuning(problem, records, method)
+    if not rows:  # it has not been tuned yet
+        return None
     return min(rows, key=lambda row: [*(row[name] for name in steps), sign * row["end"]])["rate"]
 
 
