@@ -371,7 +371,7 @@ def test_qe_takes_trees_of_outputs(inner, rng):
     (_, state), losses = run(params)
     assert losses[-1] < 0.5 * losses[0]
     said = kw.diagnostics(state)
-    assert 0 < said["objective_before"] != said["objective_after"]
+    assert said["objective_after"] < said["objective_before"]  # the inner solver ran
 
 
 def test_with_nothing_set_an_equation_and_its_boundary_are_solved():
