@@ -12,12 +12,18 @@ from kldwrm_jax.experiments.race_cases import METHODS, PROBLEMS
 
 
 def test_the_text_is_the_same_every_time_and_its_two_parts_differ():
-    _, _, one = race_cases._text(None)
-    _, _, two = race_cases._text(None)
+    (_, _, one), (_, _, two) = (PROBLEMS["text"].load(None) for _ in range(2))
     np.testing.assert_array_equal(one.train_x, two.train_x)
     np.testing.assert_array_equal(one.train_x[:, 1:], one.train_y[:, :-1])
     assert race_cases.sentences(5, 0) != race_cases.sentences(5, 1)
     assert race_cases.sentences(2, 0).count(". ") == 2
+
+
+def test_the_language_reference_is_real_text_in_two_parts():
+    train, test = race_cases.reference()
+    assert len(train) > 5 * len(test) > 10_000
+    assert "statement" in train
+    assert test[:200] not in train
 
 
 def test_accuracies_are_to_be_raised_and_losses_lowered():
@@ -64,6 +70,7 @@ def small():
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_goes_downhill(name, small):
     net, params, (_, grads, oracle) = small
-    tx = optax.with_extra_args_support(METHODS[name].make(net.layers, METHODS[name].rates[0], 0.1))
+    rate = METHODS[name].rates[:1] or (None,)
+    tx = optax.with_extra_args_support(METHODS[name].make(net.layers, *rate, 0.1))
     updates, _ = tx.update(grads, tx.init(params), params, oracle=oracle)
     assert optax.tree.vdot(updates, grads) < 0

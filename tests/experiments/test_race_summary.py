@@ -86,4 +86,4 @@ def test_the_published_logs_give_the_published_tables(name):
     found = summary(PROBLEMS[name], [json.loads(line) for line in lines])
     published = (PUBLISHED / f"{name}.md").read_text()
     assert found.splitlines()[4:] == published.splitlines()[4:]
-    assert len(found.splitlines()) > 8
+    assert len(found.splitlines()) >= 6  # a title, a head and two methods
