@@ -21,6 +21,11 @@ def vdot(a: Any, b: Any) -> jax.Array:
     return total(jax.tree.leaves(own))
 
 
+def squared_norm(x: jax.Array) -> jax.Array:
+    """The sum of squares."""
+    return jnp.vdot(x, x, precision=jax.lax.Precision.HIGHEST)
+
+
 def total(scalars: Sequence[jax.Array]) -> jax.Array:
     """The sum of many scalars."""
     return jnp.sum(together(scalars))

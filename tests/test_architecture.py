@@ -29,6 +29,7 @@ each_module = pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relat
 # Public factories, whose arguments are the settings of a user.
 FACTORIES = {
     *("kfac", "so_kldwrm", "q_kldwrm", "qe_kldwrm", "precondition"),
+    "natural_gradient",
     *("instrument", "oracle", "tag", "fisher_over"),
 }
 MOST_LINES, MOST_ARGUMENTS = 60, 7

@@ -2,6 +2,7 @@
 
 from kldwrm_jax.capture.instrument import Instrumented, instrument
 from kldwrm_jax.capture.oracle import Oracle
+from kldwrm_jax.capture.sample_space import SampleSpace, sample_space
 from kldwrm_jax.capture.tag import tag
 
-__all__ = ["Instrumented", "Oracle", "instrument", "tag"]
+__all__ = ["Instrumented", "Oracle", "SampleSpace", "instrument", "sample_space", "tag"]

@@ -227,7 +227,7 @@ class Oracle:
           take: takes them from an array whose first axis is the batch's; applied to all arguments
             of the model, targets and weights that have as many entries as the batch.
         """
-        return self._part_by_length({self.batch_size: take})
+        return self.examples({self.batch_size: take})
 
     def thinned(self, examples_of: Callable[[tuple[int, ...]], int]) -> "Oracle":
         """The oracle of every n-th example.
@@ -245,18 +245,18 @@ class Oracle:
             counts[shape[0]] = max(examples_of(shape), counts.get(shape[0], 1))
         takes = {n: _every(n // left, left) for n, left in counts.items() if n >= 2 * left}
         if len(shapes) == 1:
-            return self._part_by_length(takes)
+            return self.examples(takes)
         given = {x.shape[0] for x in jax.tree.leaves(self.call) if getattr(x, "ndim", 0)}
         takes = {n: take for n, take in takes.items() if n in given}
         wanted = [(counts[n] if n in takes else n, *rest) for n, *rest in shapes]
-        thin = self._part_by_length(takes)
+        thin = self.examples(takes)
         try:
             fits = thin.sample_shapes == wanted
         except (TypeError, ValueError):  # the model can not take arguments of these lengths
             fits = False
         return thin if fits else self
 
-    def _part_by_length(self, takes: Mapping[int, Callable[[jax.Array], jax.Array]]) -> "Oracle":
+    def examples(self, takes: Mapping[int, Callable[[jax.Array], jax.Array]]) -> "Oracle":
         """The oracle of some examples of every term, by the length of its batch."""
 
         def cut(x: Any) -> Any:

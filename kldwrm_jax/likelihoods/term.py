@@ -82,7 +82,6 @@ class LikelihoodTerm:
             self._needed_targets("fisher='empirical'", outputs)
             scale = math.prod(self.sample_shape(outputs)) * self.axis.size
             return jax.grad(self.loss_here)(outputs)[None], scale / self._factor
-        root = jnp.sqrt(self._shares(self.sample_shape(outputs)))
         if self.fisher == "exact":
             if mixing:
                 raise ValueError(
@@ -90,7 +89,7 @@ class LikelihoodTerm:
                     f"in {', '.join(map(repr, mixing))}, which normalises over the batch: "
                     f"use fisher='sampled', or evaluate it with use_running_average=True"
                 )
-            return self.likelihood.fisher_root(outputs) * self._per_event(root), 1.0
+            return self.fisher_root(outputs), 1.0
         if self.fisher == "empirical":
             targets = self._needed_targets("fisher='empirical'", outputs)
         elif self._own_key is None:
@@ -101,9 +100,15 @@ class LikelihoodTerm:
         else:
             targets = self.likelihood.sample(self.axis.fold_in(self._own_key), outputs)
         targets = jax.lax.stop_gradient(targets)
-        root = root / math.sqrt(self._factor)  # the Fisher has the factor once, its scores twice
+        # The Fisher has the factor once, its scores twice.
+        root = jnp.sqrt(self._shares(self.sample_shape(outputs)) / self._factor)
         gradient = jax.grad(lambda h: jnp.sum(self._nll(h, targets) * root))(outputs)
         return gradient[None], 1.0
+
+    def fisher_root(self, outputs: jax.Array) -> jax.Array:
+        """Columns, stacked in front, whose outer products sum to the outputs' exact Fisher."""
+        root = jnp.sqrt(self._shares(self.sample_shape(outputs)))
+        return self.likelihood.fisher_root(outputs) * self._per_event(root)
 
     def random_signs(self, directions: jax.Array) -> jax.Array:
         """Signs, one per sample: the square of a sum is the sum of squares in expectation."""
@@ -170,8 +175,17 @@ class LikelihoodTerm:
         shares = self.weights / self.axis.sum(self.weights.sum())
         return jnp.where((self.weights < 0).any(), jnp.nan, shares)
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether the targets are known; those of residuals are zero."""
+        return self.targets is not None or self._is_residual
+
+    @property
+    def _is_residual(self) -> bool:
+        return isinstance(unscaled(self.likelihood)[0], Residuals)
+
     def _needed_targets(self, what: str, outputs: jax.Array) -> Any:
-        if isinstance(unscaled(self.likelihood)[0], Residuals):
+        if self._is_residual:
             if self.targets is not None:
                 raise ValueError(
                     f"{self.likelihood!r} takes no targets: residuals are driven to zero. Leave "

@@ -31,6 +31,7 @@ from kldwrm_jax.optimizers.direction import Direction, StepInputs, advance
 from kldwrm_jax.optimizers.gradients import Gradients
 from kldwrm_jax.optimizers.inner_problem import InnerProblem, Iterates, Solution
 from kldwrm_jax.optimizers.rejection import check_not_stuck, fade, fits
+from kldwrm_jax.optimizers.same_model import check_same_model
 from kldwrm_jax.optimizers.self_setting import LAST, OFFSET, PROPOSAL, SelfSetting
 from kldwrm_jax.optimizers.state import KLDWRMState, increment_if, new_monitor, next_count
 from kldwrm_jax.optimizers.true_size import limit_true_size
@@ -420,31 +421,12 @@ class Member:
         oracle: Oracle | None,
     ) -> Oracle:
         """Checks that everything belongs to one step of one model and of this optimizer."""
-        if oracle is None:
-            raise ValueError(
-                "update needs the batch's curvature: tx.update(grads, state, params, "
-                "oracle=net.oracle(params, x, ...)). With a flax TrainState use "
-                "kldwrm_jax.TrainState, whose apply_gradients(grads=grads, oracle=oracle) "
-                "forwards it"
-            )
-        if not isinstance(oracle, Oracle):
-            raise ValueError(
-                f"oracle must be made by net.oracle(params, x, ...) or net.value_and_grad(...) of "
-                f"net = kldwrm_jax.instrument(...), got a {type(oracle).__name__}"
-            )
+        layers = self.fisher.layers
+        oracle = check_same_model(layers, updates, params, oracle)
         if params is None and (not _is_zero(self.weight_decay) or self.inner_problem is not None):
             raise ValueError(
                 "update needs the parameters for weight decay and for QE: "
                 "tx.update(grads, state, params, oracle=oracle)"
-            )
-        layers = self.fisher.layers
-        known = layers.parameters
-        layers.active({p: x for p, x in leaves_by_path(oracle.params).items() if p in known})
-        g, theta = leaves_by_path(updates), leaves_by_path(params)
-        if params is not None and theta.keys() != g.keys():
-            raise ValueError(
-                f"gradients and parameters must have the same structure; only one of them has "
-                f"{', '.join(map(repr, sorted(theta.keys() ^ g.keys())))}"
             )
         names = [block.name for block in layers]
         if state.factors.keys() != {*names}:

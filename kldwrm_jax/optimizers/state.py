@@ -58,6 +58,14 @@ class KLDWRMState(NamedTuple):
     monitor: Monitor
 
 
+class NaturalGradientState(NamedTuple):
+    """State of :func:`natural_gradient`: arrays only."""
+
+    count: chex.Array  # int32 []: steps taken
+    solution: optax.Updates | None  # phi_{k-1}, before the learning rate; None without memory
+    monitor: Monitor
+
+
 def increment_if(condition: jax.Array, counter: jax.Array) -> jax.Array:
     """One more if the condition holds; a counter that is full stays full."""
     return jnp.where(condition, optax.safe_increment(counter), counter)
@@ -124,7 +132,8 @@ def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     if is_stuck(refused):
         message = f"the last steps, {STUCK} or more, were refused: {WAY_OUT}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
-    calibration = jnp.where(jnp.asarray(state.calibration) > 0, jnp.asarray(state.calibration), 1)
+    calibration = jnp.asarray(getattr(state, "calibration", 1.0))
+    calibration = jnp.where(calibration > 0, calibration, 1)
     scalars = {"steps": state.count, "calibration": calibration, **state.monitor._asdict()}
     return {name: jnp.asarray(value) for name, value in scalars.items()}  # of nnx's variables, too
 
@@ -152,16 +161,15 @@ def check_progress(opt_state: optax.OptState, refused: int = STUCK) -> None:
     check_not_stuck(jnp.asarray(_state_in(opt_state).monitor.refused_in_a_row), refused)
 
 
-def _state_in(opt_state: optax.OptState) -> KLDWRMState:
+def _state_in(opt_state: optax.OptState) -> KLDWRMState | NaturalGradientState:
     """The one state of the family that is somewhere in there."""
-    states = [
-        node
-        for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, KLDWRMState))
-        if isinstance(node, KLDWRMState)
-    ]
+    kinds = (KLDWRMState, NaturalGradientState)
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds))
+    states = [node for node in nodes if isinstance(node, kinds)]
     if len(states) != 1:
         raise ValueError(
-            f"opt_state must contain one state of kfac, so_kldwrm, q_kldwrm, qe_kldwrm or "
-            f"precondition, found {len(states)}: pass the part that belongs to one of them"
+            f"opt_state must contain one state of kfac, so_kldwrm, q_kldwrm, qe_kldwrm, "
+            f"natural_gradient or precondition, found {len(states)}: pass the part that belongs to "
+            f"one of them"
         )
     return states[0]

@@ -1,0 +1,153 @@
+r"""The exact Fisher of a batch in the space of its samples: :math:`F = J'J`.
+
+A row of :math:`J` belongs to one sample and one column of the root of its outputs' Fisher. Where
+there are fewer rows than parameters, :math:`JJ'` is the smaller matrix, and
+
+.. math:: (J'J + \gamma I)^{-1} J' = J' (JJ' + \gamma I)^{-1}.
+"""
+
+import math
+from collections.abc import Collection
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kldwrm_jax.capture.model import Model
+from kldwrm_jax.capture.oracle import Oracle
+from kldwrm_jax.likelihoods.term import LikelihoodTerm
+from kldwrm_jax.paths import Leaves, leaves_by_path, replace_leaves
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+_MOST_BYTES = 4 * 2**30  # of the rows, or of their products
+
+
+class SampleSpace(NamedTuple):
+    """The rows of a batch, ordered by term, example, position and column of the root."""
+
+    rows: Leaves  # of J, a part for every parameter: (rows, *parameter)
+    errors: jax.Array | None  # e, where J'e is the gradient of the loss; None without targets
+
+    def times(self, v: Leaves) -> jax.Array:
+        """:math:`Jv`: how a step changes the outputs, in units of their standard deviation."""
+        parts = self.rows.items()
+        changes = [jnp.tensordot(j, v[p], v[p].ndim, precision=_HIGHEST) for p, j in parts]
+        return sum(changes[1:], start=changes[0])
+
+    def transposed(self, y: jax.Array) -> Leaves:
+        """:math:`J'y`."""
+        return {p: jnp.tensordot(y, j, 1, precision=_HIGHEST) for p, j in self.rows.items()}
+
+    def gram(self) -> jax.Array:
+        """:math:`JJ'`."""
+        flat = [j.reshape(j.shape[0], -1) for j in self.rows.values()]
+        products = [jnp.matmul(j, j.T, precision=_HIGHEST) for j in flat]
+        return sum(products[1:], start=products[0])
+
+
+def sample_space(oracle: Oracle, paths: Collection[str]) -> SampleSpace:
+    """The space of a batch's samples, and of the parameters at some paths."""
+    _check_independent(oracle)
+    leaves = {path: x for path, x in leaves_by_path(oracle.params).items() if path in paths}
+    outputs = [own.astype(float) for _, own in oracle.terms.by_term(oracle.outputs(oracle.params))]
+    roots = [term.fisher_root(own) for term, own in zip(oracle.terms.each, outputs, strict=True)]
+    _check_memory(roots, oracle, leaves)
+    by_term = [
+        _jacobian(oracle, model, leaves, root, term.likelihood.event_ndim)
+        for model, root, term in zip(oracle.model.by_term(), roots, oracle.terms.each, strict=True)
+    ]
+    errors = [_errors(*own) for own in zip(oracle.terms.each, outputs, roots, strict=True)]
+    known = [e for e in errors if e is not None]
+    return SampleSpace(
+        rows={path: jnp.concatenate([j[path] for j in by_term]) for path in leaves},
+        errors=jnp.concatenate(known) if len(known) == len(errors) else None,
+    )
+
+
+def _jacobian(
+    oracle: Oracle, model: Model, leaves: Leaves, root: jax.Array, event_ndim: int
+) -> Leaves:
+    """The rows of one term, example by example."""
+    batch, shape = root.shape[1], root.shape[1:]
+
+    def of_example(i: jax.Array, own_root: jax.Array) -> Leaves:
+        one = oracle.examples({batch: lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1)})
+
+        def outputs(leaves: Leaves) -> jax.Array:
+            return model.outputs(replace_leaves(oracle.params, leaves), one.call)
+
+        out, vjp = jax.vjp(outputs, leaves)
+        if out.shape != (1, *shape[1:]):
+            raise ValueError(
+                f"the outputs of one example have shape {out.shape}, and those of the batch "
+                f"{shape}: kldwrm_jax.natural_gradient needs the examples along the first axis of "
+                f"the model's arguments and of its outputs"
+            )
+        cotangents = _one_position_each(own_root, event_ndim)
+        (rows,) = jax.vmap(vjp)(cotangents[:, None].astype(out.dtype))
+        return rows
+
+    rows = jax.vmap(of_example, in_axes=(0, 1))(jnp.arange(batch), root)
+    return {path: x.astype(float).reshape(-1, *leaves[path].shape) for path, x in rows.items()}
+
+
+def _one_position_each(root: jax.Array, event_ndim: int) -> jax.Array:
+    """From the root of one example, ``(k, *positions, *event)``, a cotangent for every row of it.
+
+    The root is block diagonal over positions: every position of every column is a row of its own.
+    """
+    k, shape = root.shape[0], root.shape[1:]
+    positions = math.prod(shape[: len(shape) - event_ndim])
+    own = jnp.moveaxis(root.reshape(k, positions, -1), 0, 1)  # (positions, k, event)
+    each = jnp.eye(positions)[:, None, :, None] * own[:, :, None, :]
+    return each.reshape(positions * k, *shape)
+
+
+def _errors(term: LikelihoodTerm, outputs: jax.Array, root: jax.Array) -> jax.Array | None:
+    """The shortest :math:`e` with :math:`R'e` the gradient of the loss by the outputs."""
+    if not term.has_loss:
+        return None
+    k, samples = root.shape[0], math.prod(term.sample_shape(outputs))
+    columns = jnp.moveaxis(root.reshape(k, samples, -1), 0, -1)  # (samples, event, k)
+    slope = jax.grad(term.loss_here)(outputs).reshape(samples, -1, 1)
+    return jnp.matmul(jnp.linalg.pinv(columns), slope, precision=_HIGHEST).reshape(-1)
+
+
+def _check_independent(oracle: Oracle) -> None:
+    """An error where examples can not be taken one by one."""
+    if oracle.model.mixing:
+        layers = ", ".join(repr("/".join(path) or "root") for path in oracle.model.mixing)
+        raise ValueError(
+            f"kldwrm_jax.natural_gradient needs examples that do not depend on each other, and "
+            f"they do in {layers}, which normalises over the batch: evaluate it with "
+            f"use_running_average=True, or use kldwrm_jax.kfac"
+        )
+    if jax.tree.leaves(oracle.call.rngs):
+        raise ValueError(
+            "kldwrm_jax.natural_gradient takes examples one by one, whose dropout masks would not "
+            "be those of the batch: call the model in its deterministic mode and leave rngs out of "
+            "net.oracle(...), or use kldwrm_jax.kfac"
+        )
+    if oracle.terms.axis.names:
+        raise ValueError(
+            f"kldwrm_jax.natural_gradient solves in the space of the whole batch, which axis_name="
+            f"{oracle.terms.axis.names!r} splits: shard the batch under jax.jit instead"
+        )
+
+
+def _check_memory(roots: list[jax.Array], oracle: Oracle, leaves: Leaves) -> None:
+    """An error before matrices are made that would not fit."""
+    terms = oracle.terms.each
+    rows = sum(
+        root.shape[0] * math.prod(term.sample_shape(root[0]))
+        for term, root in zip(terms, roots, strict=True)
+    )
+    parameters = sum(math.prod(x.shape) for x in leaves.values())
+    needed = jnp.zeros((), float).dtype.itemsize * rows * max(rows, parameters)
+    if needed > _MOST_BYTES:
+        raise ValueError(
+            f"{rows:,} rows (samples x columns of the root of their outputs' Fisher) and "
+            f"{parameters:,} parameters make a matrix of {needed / 2**30:.1f} GiB, and "
+            f"kldwrm_jax.natural_gradient makes none above {_MOST_BYTES / 2**30:.0f}: use smaller "
+            f"batches, or kldwrm_jax.kfac"
+        )
