@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kldwrm_jax.arguments import Scalar
 from kldwrm_jax.batch_axis import zeros
 from kldwrm_jax.capture.captured_layer import Bases
 from kldwrm_jax.capture.oracle import Oracle
@@ -66,10 +67,12 @@ class SplitOracle(Oracle):
             )
         return batch
 
-    def thinned(self, examples_of: Callable[[tuple[int, ...]], int]) -> Oracle:
+    def thinned(
+        self, examples_of: Callable[[tuple[int, ...]], int], place: Scalar = 0
+    ) -> Oracle:
         """The oracle of every n-th example, of no more than one part has."""
         most = self.batch_size // self.parts
-        return super().thinned(lambda shape: min(examples_of(shape), most))
+        return super().thinned(lambda shape: min(examples_of(shape), most), place)
 
     def _part(self, i: jax.Array) -> Oracle:
         rows = self.batch_size // self.parts

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from kldwrm_jax.arguments import Scalar
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.captured_layer import NO_BASES, Bases
 from kldwrm_jax.capture.forward_pass import run_forward
@@ -229,7 +230,9 @@ class Oracle:
         """
         return self.examples({self.batch_size: take})
 
-    def thinned(self, examples_of: Callable[[tuple[int, ...]], int]) -> "Oracle":
+    def thinned(
+        self, examples_of: Callable[[tuple[int, ...]], int], place: Scalar = 0
+    ) -> "Oracle":
         """The oracle of every n-th example.
 
         The examples of a batch that is sharded over devices come from all of them. Terms with
@@ -238,17 +241,18 @@ class Oracle:
 
         Args:
           examples_of: how many examples are to be left of a term whose samples have this shape.
+          place: the first of them; with 0, 1, 2, ... every example has its turn.
         """
         shapes = self.sample_shapes
         counts: dict[int, int] = {}
         for shape in shapes:
             counts[shape[0]] = max(examples_of(shape), counts.get(shape[0], 1))
-        takes = {n: _every(n // left, left) for n, left in counts.items() if n >= 2 * left}
+        takes = {n: _every(n // left, place) for n, left in counts.items() if n >= 2 * left}
         if len(shapes) == 1:
             return self.examples(takes)
         given = {x.shape[0] for x in jax.tree.leaves(self.call) if getattr(x, "ndim", 0)}
         takes = {n: take for n, take in takes.items() if n in given}
-        wanted = [(counts[n] if n in takes else n, *rest) for n, *rest in shapes]
+        wanted = [(n // (n // counts[n]) if n in takes else n, *rest) for n, *rest in shapes]
         thin = self.examples(takes)
         try:
             fits = thin.sample_shapes == wanted
@@ -281,6 +285,13 @@ class Oracle:
         return Oracle(self.model, terms, self.params, call)
 
 
-def _every(n: int, left: int) -> Callable[[jax.Array], jax.Array]:
-    """Takes every n-th entry, so many of them."""
-    return lambda x: x[: n * left : n]
+def _every(n: int, place: Scalar) -> Callable[[jax.Array], jax.Array]:
+    """Takes every n-th entry, from some place on."""
+
+    def take(x: jax.Array) -> jax.Array:
+        left, rest = divmod(x.shape[0], n)
+        if rest:  # those at the end have their turn when the others begin a new round
+            x = jax.lax.dynamic_slice_in_dim(x, (place // n) % (rest + 1), n * left)
+        return x.reshape(left, n, *x.shape[1:])[:, place % n]
+
+    return take
