@@ -122,6 +122,19 @@ def poisson(solution: Function, dimensions: int, **sizes: int) -> Equation:
     return Equation(title, dimensions, solution, residual, **sizes)
 
 
+def cubic(solution: Function, dimensions: int, strength: float = 10.0, **sizes: int) -> Equation:
+    """A nonlinear equation, ``-laplace u + strength u^3 = f``, with the ``f`` of a solution."""
+
+    def left(u: Function, x: jax.Array) -> jax.Array:
+        return strength * u(x) ** 3 - second_derivatives(u, x, range(dimensions))
+
+    def residual(u: Function, x: jax.Array) -> jax.Array:
+        return left(u, x) - left(solution, x)
+
+    title = f"Poisson's equation with a cubic term, {dimensions}-d"
+    return Equation(title, dimensions, solution, residual, **sizes)
+
+
 def heat(solution: Function, space: int, conductivity: float = 0.25, **sizes: int) -> Equation:
     """The heat equation, with time as the first coordinate."""
 
@@ -154,6 +167,7 @@ SMALL, LARGE = (64,), (64, 64, 48, 48)  # 257 and 9,873 parameters in two dimens
 EQUATIONS = {
     "poisson-2": poisson(_sines, 2),
     "poisson-5": poisson(_cosines, 5, interior=3000, boundary=500),
+    "cubic-2": cubic(_sines, 2),
     "heat-1": heat(_cooling_sine, 1),
     "heat-4": heat(_cooling_sum, 4, interior=3000, boundary=500),
 }

@@ -41,8 +41,15 @@ class SampleSpace(NamedTuple):
     def gram(self) -> jax.Array:
         """:math:`JJ'`."""
         flat = [j.reshape(j.shape[0], -1) for j in self.rows.values()]
-        products = [jnp.matmul(j, j.T, precision=_HIGHEST) for j in flat]
-        return sum(products[1:], start=products[0])
+        half = len(flat[0]) // 2  # of the two blocks off the diagonal, one is enough
+
+        def block(a: slice, b: slice) -> jax.Array:
+            products = [jnp.matmul(j[a], j[b].T, precision=_HIGHEST) for j in flat]
+            return sum(products[1:], start=products[0])
+
+        upper, lower = slice(half), slice(half, None)
+        corner = block(lower, upper)
+        return jnp.block([[block(upper, upper), corner.T], [corner, block(lower, lower)]])
 
 
 def sample_space(oracle: Oracle, paths: Collection[str]) -> SampleSpace:

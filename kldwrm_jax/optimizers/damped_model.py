@@ -13,13 +13,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from kldwrm_jax.capture import SampleSpace
 from kldwrm_jax.finite import squared_norm, vdot
 from kldwrm_jax.paths import Leaves
 
-_REFINEMENTS = 2
+_RAISE = 10.0  # the damping by, where the linear system can not be solved
 _ROUNDING = 100.0  # of a gradient, in units of the machine epsilon
 
 
@@ -31,26 +30,44 @@ class DampedModel(NamedTuple):
     g: Leaves
     anchor: Leaves | None  # a; None is zero
 
-    def minimiser(self, damping: jax.Array) -> Leaves:
-        r""":math:`\phi`."""
+    def minimiser(self, damping: jax.Array) -> tuple[Leaves, jax.Array]:
+        r""":math:`\phi`, and the damping that it was found with.
+
+        Near the rounding error of :math:`K` there may be no Cholesky factor: damping is raised
+        until there is one.
+        """
         space, rest = self.space, self._rest()
+        factor, damping = self._factor(damping)
         y = space.times(rest) / -damping
         if space.errors is not None:
             y += space.errors
         if self.anchor is not None:
             y += space.times(self.anchor)
-        damped = self.gram + damping * jnp.eye(self.gram.shape[0], dtype=self.gram.dtype)
-        factor = jax.scipy.linalg.cho_factor(damped)
-        z = jnp.zeros_like(y)
-        jz = space.transposed(z)  # J'z, where (K + gamma) z = y
-        for _ in range(1 + _REFINEMENTS):
-            correction = jax.scipy.linalg.cho_solve(factor, y - space.times(jz) - damping * z)
-            z += correction
-            jz = optax.tree.add(jz, space.transposed(correction))
+        # (K + gamma) z = y, and once again for what is left, as K has been rounded and J has not.
+        z = jax.scipy.linalg.cho_solve((factor, True), y)
+        left = y - space.times(space.transposed(z)) - damping * z
+        jz = space.transposed(z + jax.scipy.linalg.cho_solve((factor, True), left))
         phi = {path: -x - rest[path] / damping for path, x in jz.items()}
-        if self.anchor is None:
-            return phi
-        return {path: self.anchor[path] + x for path, x in phi.items()}
+        if self.anchor is not None:
+            phi = {path: self.anchor[path] + x for path, x in phi.items()}
+        return phi, damping
+
+    def _factor(self, damping: jax.Array) -> tuple[jax.Array, jax.Array]:
+        r"""The Cholesky factor of :math:`K + \gamma`, and the damping, raised if it has to be."""
+        trace, identity = jnp.trace(self.gram), jnp.eye(len(self.gram), dtype=self.gram.dtype)
+
+        def cholesky(damping: jax.Array) -> jax.Array:
+            return jnp.linalg.cholesky(self.gram + damping * identity)
+
+        def fails(tried: tuple[jax.Array, jax.Array]) -> jax.Array:
+            factor, damping = tried
+            return ~jnp.isfinite(factor[-1, -1]) & (damping < trace)  # false if K is not finite
+
+        def raised(tried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            damping = _RAISE * tried[1]
+            return cholesky(damping), damping
+
+        return jax.lax.while_loop(fails, raised, (cholesky(damping), damping))
 
     def _rest(self) -> Leaves:
         r""":math:`r`; zero where it is no more than the gradient's rounding error.

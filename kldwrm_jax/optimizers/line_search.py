@@ -1,58 +1,53 @@
-"""The length of a step, and its damping, by the loss that they lead to on the step's own batch."""
-
-from collections.abc import Callable
-from typing import NamedTuple
+"""The length of a step, by the loss that it leads to on the step's own batch."""
 
 import jax
 import jax.numpy as jnp
 
 from kldwrm_jax.capture import Oracle
-from kldwrm_jax.finite import vdot
 from kldwrm_jax.paths import Leaves, leaves_by_path, replace_leaves
 
-_RATES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01, 0.001)
+_HALVINGS = 12  # down to 1/4096 of the solution; what needs less needs more damping first
 
 
-class Found(NamedTuple):
-    """A solution, and what it is to be multiplied by."""
-
-    solution: Leaves
-    damping: jax.Array
-    rate: jax.Array  # 0 where no rate lowers the loss, not a number where the loss is not finite
+Search = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # halvings, best rate, its loss, over
 
 
-def search(oracle: Oracle, solve: Callable[[jax.Array], Leaves], dampings: jax.Array) -> Found:
-    """The damping and the rate, of a few each, that lead to the lowest loss on the batch.
+def best_rate(oracle: Oracle, solution: Leaves) -> jax.Array:
+    """The rate with the lowest loss on the batch, of 1, 1/2, 1/4, ...
+
+    They are halved until the loss is finite and lower than without a step, and then for as long as
+    it goes on falling. Near to a solution that is a forward pass or two.
 
     Args:
       oracle: the batch's.
-      solve: the solution with some damping.
-      dampings: to be tried; of several that are as good, the first is taken.
+      solution: what the rate multiplies.
+
+    Returns:
+      The rate; 0 where none lowers the loss, not a number where the loss itself is not finite.
     """
-    here = oracle.loss(oracle.params)
-
-    def attempt(damping: jax.Array) -> tuple[Found, jax.Array]:
-        solution = solve(damping)
-        # Damping near the rounding error may leave no Cholesky factor.
-        finite = jnp.isfinite(vdot(solution, solution)) | ~jnp.isfinite(here)
-        solution = jax.tree.map(lambda x: jnp.where(finite, x, 0), solution)
-        rate, loss = _best_rate(oracle, solution, here)
-        return Found(solution, damping, rate), loss
-
-    found, losses = jax.lax.map(attempt, dampings)
-    best = jnp.argmin(jnp.where(jnp.isfinite(losses), losses, jnp.inf))
-    return jax.tree.map(lambda x: x[best], found)
-
-
-def _best_rate(oracle: Oracle, solution: Leaves, here: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rate with the lowest loss, and the loss."""
     leaves = leaves_by_path(oracle.params)
+    here = oracle.loss(oracle.params)
 
     def loss(rate: jax.Array) -> jax.Array:
         moved = {p: leaves[p] + (rate * x).astype(leaves[p].dtype) for p, x in solution.items()}
         return oracle.loss(replace_leaves(oracle.params, moved))
 
-    rates = jnp.array((0.0, *_RATES))
-    losses = jnp.concatenate([here[None], jax.lax.map(loss, rates[1:])])
-    best = jnp.argmin(jnp.where(jnp.isfinite(losses), losses, jnp.inf))
-    return jnp.where(jnp.isfinite(here), rates[best], jnp.nan), losses[best]
+    def goes_on(search: Search) -> jax.Array:
+        halvings, _, _, over = search
+        return (halvings <= _HALVINGS) & ~over
+
+    def attempt(search: Search) -> Search:
+        halvings, best, lowest, _ = search
+        rate = 0.5 ** halvings.astype(lowest.dtype)
+        new = loss(rate)
+        lower = new < lowest  # false where it is not a number
+        return (
+            halvings + 1,
+            jnp.where(lower, rate, best),
+            jnp.where(lower, new, lowest),
+            ~lower & (best > 0),
+        )
+
+    start = (jnp.zeros((), jnp.int32), jnp.zeros_like(here), here, jnp.zeros((), bool))
+    _, best, _, _ = jax.lax.while_loop(goes_on, attempt, start)
+    return jnp.where(jnp.isfinite(here), best, jnp.nan).astype(float)

@@ -25,15 +25,22 @@ from kldwrm_jax.finite import squared_norm, vdot
 from kldwrm_jax.optimizers import eager
 from kldwrm_jax.optimizers.clipping import kl_clip_factor
 from kldwrm_jax.optimizers.damped_model import DampedModel
-from kldwrm_jax.optimizers.line_search import Found, search
+from kldwrm_jax.optimizers.line_search import best_rate
 from kldwrm_jax.optimizers.rejection import check_not_stuck, fits
 from kldwrm_jax.optimizers.same_model import check_same_model
 from kldwrm_jax.optimizers.state import NaturalGradientState, increment_if, new_monitor
 from kldwrm_jax.paths import Leaves, leaves_by_path, leaves_like, replace_leaves
 
-_LOWEST = 30.0  # damping, in units of the rounding error of K
-_INITIAL = 1e-4  # damping, in units of the trace of K
-_DAMPINGS = (10.0, 1.0, 0.1)  # what the search tries, in units of the last step's
+# Of the damping, in units of the mean of the diagonal of K. Of 1e-8, 1e-6 and 1e-4, a differential
+# equation's first steps are fastest with the middle one; a wrong one is mended in ten steps.
+_INITIAL = 1e-6
+# What the damping is multiplied by after a step, and the rates from and below which it is: a
+# solution taken by half or more could have been bolder, one of which a quarter at the most is good
+# went beyond what the batch can tell.
+_LOWER, _LOWER_FROM = 1 / 3, 0.5
+_HIGHER, _HIGHER_BELOW = 4.0, 0.25
+_DAMPING = 1e-3  # beside a learning rate
+_LOWEST = 1.0  # damping, in units of the rounding error of K: its trace times the machine epsilon
 
 
 def natural_gradient(
@@ -55,12 +62,13 @@ def natural_gradient(
       layers: ``net.layers`` of ``net = kldwrm_jax.instrument(model, likelihood, x)``; the Fisher is
         the exact one of the likelihood, whatever ``fisher`` was said there.
       learning_rate: what the solution is multiplied by, a number or an Optax schedule. None: a line
-        search takes the rate, of 1, 1/2, ..., 1/1000, with the lowest loss on the batch, 0 where
-        none lowers it. It needs targets or residuals, and a batch that says nearly all.
+        search halves it, from 1 down to 1/4096, for as long as the loss on the batch falls; 0
+        where no rate lowers it. It needs targets or residuals, and a batch that says nearly all.
       damping: :math:`\gamma`, a number or an Optax schedule. None: with a learning rate 1e-3;
-        without one, the search tries the last step's damping, ten times it and a tenth of it, and
-        takes what leads to the lowest loss. Never less than the linear system can be solved with,
-        30 times the machine epsilon times the trace of the Fisher.
+        without one, a millionth of the Fisher's mean over samples at first, then a third of the
+        last step's where the search took a rate of 1/2 or more, and four times as much where it
+        took less than 1/4. Never less than the linear system can be solved with, which is the
+        machine epsilon times the trace of the Fisher, or ten or a hundred times that.
       memory: :math:`\mu`, SPRING's: the damping term is anchored at :math:`\mu` times the last
         solution, in place of zero, so that what earlier batches said is not lost where this one
         says nothing. 0.9 or more where batches are small.
@@ -166,51 +174,54 @@ class NaturalGradient:
     ) -> tuple[optax.Updates, NaturalGradientState]:
         g = optax.tree.cast(leaves_by_path(updates), float)
         space = sample_space(oracle, g.keys())
-        found = self._solve(
-            state, oracle, DampedModel(space, space.gram(), g, self._anchor(state, g))
-        )
-        size = found.rate**2 * squared_norm(space.times(found.solution))
-        clip = jnp.ones((), float)
-        if self.kl_clip is not None:
-            clip = kl_clip_factor(jnp.asarray(self.kl_clip, float), size)
-        s = optax.tree.scale(found.rate * clip, found.solution)
-        finite = jnp.isfinite(size) & jnp.isfinite(vdot(s, s)) & jnp.isfinite(vdot(g, g))
-        finite &= found.rate >= 0
-        new = NaturalGradientState(
-            optax.safe_increment(state.count),
-            replace_leaves(state.solution, found.solution) if self._remembers else None,
-            state.monitor._replace(
-                kl_clip=clip,
-                learning_rate=found.rate,
-                momentum=jnp.asarray(self.memory, float),
-                damping=found.damping,
-            ),
-        )
-        return _accept(updates, state, new, s, finite)
-
-    def _solve(self, state: NaturalGradientState, oracle: Oracle, model: DampedModel) -> Found:
-        """The solution, by the learning rate that was given or by a line search."""
-        trace = jnp.trace(model.gram)
-        lowest = _LOWEST * jnp.finfo(trace.dtype).eps * trace
-        if self.learning_rate is not None:
-            damping = jnp.maximum(jnp.asarray(_at(state.count, self._fixed_damping), float), lowest)
-            rate = jnp.asarray(_at(state.count, self.learning_rate), float)
-            return Found(model.minimiser(damping), damping, rate)
-        if model.space.errors is None:
+        if self.learning_rate is None and space.errors is None:
             raise ValueError(
                 "a step without a learning rate is found by a line search, which needs the loss: "
                 "net.oracle(params, ..., targets=y), or natural_gradient(layers, learning_rate)"
             )
-        if self.damping is None:
-            last = jnp.where(state.count == 0, _INITIAL * trace, state.monitor.damping)
-            dampings = last * jnp.array(_DAMPINGS)
-        else:
-            dampings = jnp.asarray(_at(state.count, self.damping), float)[None]
-        return search(oracle, model.minimiser, jnp.maximum(dampings, lowest))
+        model = DampedModel(space, space.gram(), g, self._anchor(state, g))
+        phi, damping = model.minimiser(self._damping(state, jnp.trace(model.gram), len(model.gram)))
+        rate = self._rate(state, oracle, phi)
+        size = rate**2 * squared_norm(space.times(phi))
+        clip = jnp.ones((), float)
+        if self.kl_clip is not None:
+            clip = kl_clip_factor(jnp.asarray(self.kl_clip, float), size)
+        s = optax.tree.scale(rate * clip, phi)
+        finite = jnp.isfinite(size) & jnp.isfinite(vdot(s, s)) & jnp.isfinite(vdot(g, g))
+        finite &= rate >= 0
+        # A search that takes little of a solution says that it is not one to remember.
+        last = optax.tree.scale(rate, phi) if self.learning_rate is None else phi
+        new = NaturalGradientState(
+            optax.safe_increment(state.count),
+            replace_leaves(state.solution, last) if self._remembers else None,
+            state.monitor._replace(
+                kl_clip=clip,
+                learning_rate=rate,
+                momentum=jnp.asarray(self.memory, float),
+                damping=damping,
+            ),
+        )
+        return _accept(updates, state, new, s, finite)
 
-    @property
-    def _fixed_damping(self) -> optax.ScalarOrSchedule:
-        return 1e-3 if self.damping is None else self.damping
+    def _damping(self, state: NaturalGradientState, trace: jax.Array, rows: int) -> jax.Array:
+        """What was given, or what the last step's rate makes of its damping."""
+        if self.damping is not None:
+            damping = jnp.asarray(_at(state.count, self.damping), float)
+        elif self.learning_rate is not None:
+            damping = jnp.asarray(_DAMPING, float)
+        else:
+            last, rate = state.monitor.damping, state.monitor.learning_rate
+            factor = jnp.where(rate < _HIGHER_BELOW, _HIGHER, 1)
+            factor = jnp.where(rate >= _LOWER_FROM, _LOWER, factor)
+            damping = jnp.where(state.count == 0, _INITIAL * trace / rows, factor * last)
+            damping = jnp.minimum(damping, trace)
+        return jnp.maximum(damping, _LOWEST * jnp.finfo(trace.dtype).eps * trace)
+
+    def _rate(self, state: NaturalGradientState, oracle: Oracle, phi: Leaves) -> jax.Array:
+        """The learning rate that was given, or the one that a line search finds."""
+        if self.learning_rate is not None:
+            return jnp.asarray(_at(state.count, self.learning_rate), float)
+        return best_rate(oracle, phi)
 
     def _anchor(self, state: NaturalGradientState, g: Leaves) -> Leaves | None:
         r""":math:`\mu \phi_{k-1}`."""

@@ -122,11 +122,11 @@ def test_linear_regression_takes_a_few_steps():
     model = nn.Dense(2, param_dtype=float)
     net = kw.instrument(model, kw.Gaussian(), x)
     params = model.init(jax.random.key(2), x)["params"]
-    params, _, _ = train(kw.natural_gradient(net.layers), net, params, x, y, steps=12)
+    params, _, _ = train(kw.natural_gradient(net.layers), net, params, x, y, steps=4)
     inputs = np.concatenate([x, np.ones((30, 1))], axis=1)
     wanted = np.linalg.lstsq(inputs, np.asarray(y), rcond=None)[0]
-    np.testing.assert_allclose(params["kernel"], wanted[:-1], rtol=0, atol=1e-7)
-    np.testing.assert_allclose(params["bias"], wanted[-1], rtol=0, atol=1e-7)
+    np.testing.assert_allclose(params["kernel"], wanted[:-1], rtol=0, atol=1e-9)
+    np.testing.assert_allclose(params["bias"], wanted[-1], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
@@ -136,7 +136,7 @@ def test_the_loss_of_a_batch_never_rises_with_nothing_set(dtype):
         _, state, losses = train(kw.natural_gradient(net.layers), net, params, x, y, steps=60)
     assert all(new <= old for old, new in itertools.pairwise(losses))
     constant = 0.5 * np.log(2 * np.pi)  # of the density
-    assert losses[-1] - constant < 1e-4 * (losses[0] - constant)
+    assert losses[-1] - constant < 1e-5 * (losses[0] - constant)
     assert int(kw.diagnostics(state)["rejected_steps"]) == 0
 
 
@@ -146,23 +146,24 @@ def test_damping_far_below_rounding_is_raised_to_it():
     for damping in (0.0, 1e-14, 1e-300):
         tx = kw.natural_gradient(net.layers, damping=damping)
         after, state, _ = train(tx, net, params, x, y, steps=20)
-        assert jnp.abs(model.apply({"params": after}, x) - y).max() < 0.02
+        assert jnp.abs(model.apply({"params": after}, x) - y).max() < 0.005
         assert kw.diagnostics(state)["damping"] > 1e-14
 
 
-def test_damping_follows_the_loss():
-    """Far from the solution it is raised, near to it lowered; both tenfold at the most."""
+def test_damping_follows_the_rate_of_the_last_step():
+    """Far from the solution it is raised, near to it lowered."""
     _, net, params, x, y = regression()
     tx = kw.natural_gradient(net.layers)
-    state, found = tx.init(params), []
+    state, dampings, rates = tx.init(params), [], []
     for _ in range(40):
         _, grads, oracle = net.value_and_grad(params, x, targets=y)
         updates, state = tx.update(grads, state, params, oracle=oracle)
         params = optax.apply_updates(params, updates)
-        found.append(float(kw.diagnostics(state)["damping"]))
-    ratios = np.divide(found[1:], found[:-1])
-    assert np.all((ratios > 0.09) & (ratios < 11))
-    assert found[-1] < 0.1 * found[0]
+        dampings.append(float(kw.diagnostics(state)["damping"]))
+        rates.append(float(kw.diagnostics(state)["learning_rate"]))
+    wanted = [1 / 3 if rate >= 0.5 else 4 if rate < 0.25 else 1 for rate in rates[:-1]]
+    np.testing.assert_allclose(np.divide(dampings[1:], dampings[:-1]), wanted)
+    assert {1 / 3, 4} <= {*wanted}
 
 
 def test_kl_clip_limits_the_divergence_of_a_step(small):
