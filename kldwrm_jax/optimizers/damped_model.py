@@ -18,7 +18,7 @@ from kldwrm_jax.capture import SampleSpace
 from kldwrm_jax.finite import squared_norm, vdot
 from kldwrm_jax.paths import Leaves
 
-_RAISE = 10.0  # the damping by, where the linear system can not be solved
+_RAISE = 4.0  # the damping by, where the linear system can not be solved
 _ROUNDING = 100.0  # of a gradient, in units of the machine epsilon
 
 
