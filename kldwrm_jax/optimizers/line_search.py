@@ -16,7 +16,7 @@ def best_rate(oracle: Oracle, solution: Leaves) -> jax.Array:
     """The rate with the lowest loss on the batch, of 1, 1/2, 1/4, ...
 
     They are halved until the loss is finite and lower than without a step, and then for as long as
-    it goes on falling. Near to a solution that is a forward pass or two.
+    it goes on falling.
 
     Args:
       oracle: the batch's.
