@@ -14,6 +14,7 @@ from kldwrm_jax.capture.captured_layer import NO_BASES, Bases
 from kldwrm_jax.capture.forward_pass import run_forward
 from kldwrm_jax.capture.model import Model
 from kldwrm_jax.curvature.blocks import Factors
+from kldwrm_jax.likelihoods.evidence import Evidence, evidence_here
 from kldwrm_jax.likelihoods.term import LikelihoodTerm
 from kldwrm_jax.likelihoods.terms import LikelihoodTerms
 from kldwrm_jax.paths import Leaves, leaves_by_path, replace_leaves
@@ -168,6 +169,32 @@ class Oracle:
         Returns:
           The matrix.
         """
+        outputs, changes = optax.tree.cast(self._changes(directions), float)
+        slope = jax.grad(lambda h: self.terms.divergence_here(outputs, h))
+        _, output_fisher = jax.linearize(slope, outputs)
+        curved = jax.vmap(output_fisher)(changes)
+        k = len(directions)
+        highest = jax.lax.Precision.HIGHEST
+
+        def products(u: jax.Array, v: jax.Array) -> jax.Array:
+            return jnp.matmul(u.reshape(k, -1), v.reshape(k, -1).T, precision=highest)
+
+        by_term = jax.tree.leaves(jax.tree.map(products, changes, curved))
+        return self.terms.axis.sum(jnp.stack(by_term).sum(axis=0))
+
+    def evidence(self, directions: Sequence[Any]) -> Evidence:
+        """What the batch says along directions, of which the last is the step that led here.
+
+        Beside the JVPs of :meth:`gram`, one forward pass at the parameters before that step.
+        """
+        last, leaves = leaves_by_path(directions[-1]), leaves_by_path(self.params)
+        before = {path: leaves[path] - s.astype(leaves[path].dtype) for path, s in last.items()}
+        outputs, changes = self._changes(directions)
+        there = self.outputs(replace_leaves(self.params, before))
+        return self.terms.axis.sum(evidence_here(self.terms, outputs, changes, there))
+
+    def _changes(self, directions: Sequence[Any]) -> tuple[Any, Any]:
+        """The outputs, and their changes along directions, stacked in front."""
         leaves = leaves_by_path(self.params)
         columns = [leaves_by_path(direction) for direction in directions]
 
@@ -180,18 +207,7 @@ class Oracle:
         outputs, jvp = jax.linearize(
             lambda leaves: self.outputs(replace_leaves(self.params, leaves)), leaves
         )
-        outputs, changes = optax.tree.cast((outputs, jax.vmap(jvp)(tangents)), float)
-        slope = jax.grad(lambda h: self.terms.divergence_here(outputs, h))
-        _, output_fisher = jax.linearize(slope, outputs)
-        curved = jax.vmap(output_fisher)(changes)
-        k = len(columns)
-        highest = jax.lax.Precision.HIGHEST
-
-        def products(u: jax.Array, v: jax.Array) -> jax.Array:
-            return jnp.matmul(u.reshape(k, -1), v.reshape(k, -1).T, precision=highest)
-
-        by_term = jax.tree.leaves(jax.tree.map(products, changes, curved))
-        return self.terms.axis.sum(jnp.stack(by_term).sum(axis=0))
+        return outputs, jax.vmap(jvp)(tangents)
 
     @property
     def samples(self) -> jax.Array:
@@ -230,9 +246,7 @@ class Oracle:
         """
         return self.examples({self.batch_size: take})
 
-    def thinned(
-        self, examples_of: Callable[[tuple[int, ...]], int], place: Scalar = 0
-    ) -> "Oracle":
+    def thinned(self, examples_of: Callable[[tuple[int, ...]], int], place: Scalar = 0) -> "Oracle":
         """The oracle of every n-th example.
 
         The examples of a batch that is sharded over devices come from all of them. Terms with

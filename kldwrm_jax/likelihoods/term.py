@@ -37,7 +37,11 @@ class LikelihoodTerm:
 
     def loss_here(self, outputs: jax.Array) -> jax.Array:
         """This replica's part of the loss, which is their sum."""
-        return self._total(outputs, self._nll(outputs, self._needed_targets("loss", outputs)))
+        return self._total(outputs, self.losses(outputs))
+
+    def losses(self, outputs: jax.Array) -> jax.Array:
+        """Every sample's negative log-likelihood of its target."""
+        return self._nll(outputs, self._needed_targets("loss", outputs))
 
     def divergence(self, outputs1: jax.Array, outputs2: jax.Array) -> jax.Array:
         """Mean symmetric KL divergence."""
@@ -46,6 +50,10 @@ class LikelihoodTerm:
     def divergence_here(self, outputs1: jax.Array, outputs2: jax.Array) -> jax.Array:
         """This replica's part of the divergence, which is their sum."""
         return self._total(outputs1, self.likelihood.symmetric_kl(outputs1, outputs2))
+
+    def shares(self, outputs: jax.Array) -> jax.Array:
+        """Every sample's part of the mean."""
+        return self._shares(self.sample_shape(outputs))
 
     def event_size(self, outputs: jax.Array | jax.ShapeDtypeStruct) -> int:
         """How many numbers the outputs have for one sample."""

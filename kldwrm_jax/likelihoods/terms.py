@@ -45,6 +45,11 @@ class LikelihoodTerms:
         """Every term with its own outputs."""
         return list(zip(self.each, self.structure.flatten_up_to(outputs), strict=True))
 
+    @property
+    def have_loss(self) -> bool:
+        """Whether the targets of all terms are known."""
+        return all(term.has_loss for term in self.each)
+
     def loss(self, outputs: Any) -> jax.Array:
         """The sum of the terms' mean negative log-likelihoods."""
         return self.axis.sum(self.loss_here(outputs))

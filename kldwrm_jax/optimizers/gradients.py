@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from kldwrm_jax import wake
 from kldwrm_jax.arguments import Scalar
@@ -19,6 +20,11 @@ class Gradients(NamedTuple):
     m: Leaves  # of the member's model at no step, grad M_k(0)
     pull: Leaves | None  # R_k; None for a member without a wake
     decay: Leaves | None  # weight_decay * theta_k; None without weight decay
+
+    def scaled(self, c: Scalar) -> "Gradients":
+        """Those of the loss times ``c``; the wake is in the units of the curvature."""
+        g, m, decay = optax.tree.scale(c, (self.g, self.m, self.decay))
+        return self._replace(g=g, m=m, decay=decay)
 
     def forget(self, blocks: list[LayerBlock], restart: Mapping[str, jax.Array]) -> "Gradients":
         """Empties the wake of the blocks whose average restarts, as if they had no past."""

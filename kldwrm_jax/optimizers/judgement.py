@@ -1,14 +1,15 @@
 r"""What the next batch says of a step.
 
 A step is made from one batch, and that batch is always pleased with it: to judge it needs another.
-With gradient :math:`g` and Fisher :math:`F` of the *next* batch, at the parameters after the step
-:math:`s`, the loss of that batch has changed by
+Of the *next* batch's loss :math:`L`, after the step :math:`s` from :math:`\theta^-` to
+:math:`\theta`, the change is
 
-.. math:: g's - \tfrac12 s'Fs
+.. math:: L(\theta) - L(\theta^-) = g's + [L(\theta) - L(\theta^-) - g_L's],
 
-to second order, with a variance of about :math:`s'Fs / n` over batches of ``n`` samples. Its ratio
-to what the step's own batch had promised, averaged over steps, is the *realised share*: near 1
-where a batch says nearly all about the problem, near 0 where its noise rules.
+whose first part is known of the whole batch, and of whatever the user's loss has besides, and whose
+second part, of second order and of one sign, is measured on a part of the batch by two forward
+passes. Its ratio to what the step's own batch had promised, averaged over steps, is the *reduction
+ratio*: near 1 where a batch says nearly all about the problem, near 0 where its noise rules.
 """
 
 from typing import NamedTuple
@@ -16,10 +17,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kldwrm_jax.arguments import Scalar
-
 _DECAY = 0.8  # of the means by which harm is judged: about five steps
 _SHARE_DECAY = 0.9
+
+
+class Change(NamedTuple):
+    """Of the loss, by the last step, as the next batch sees it."""
+
+    promise: jax.Array  # the decrease that the step's own batch predicted; 0 if there was no step
+    mean: jax.Array
+    variance: jax.Array  # of the mean
+    loss: jax.Array  # before the step; 0 if it is not known
 
 
 class Judgement(NamedTuple):
@@ -29,6 +37,7 @@ class Judgement(NamedTuple):
     promise: jax.Array  # of the decrease that the step's own batch had predicted
     variance: jax.Array  # of the mean change
     share: jax.Array  # the realised share: 1 until it is measured
+    loss: jax.Array  # 0 until it is measured
 
 
 class Verdict(NamedTuple):
@@ -36,43 +45,43 @@ class Verdict(NamedTuple):
 
     harmed: jax.Array  # bool []: the loss rises, beyond doubt
     confirmed: jax.Array  # bool []: more than half of the promise is kept
+    undo: jax.Array  # bool []: the last step alone did harm beyond doubt
 
 
 def unjudged() -> Judgement:
     """Before the first step."""
-    change, promise, variance = (jnp.zeros((), float) for _ in range(3))
-    return Judgement(change, promise, variance, share=jnp.ones((), float))
+    change, promise, variance, loss = (jnp.zeros((), float) for _ in range(4))
+    return Judgement(change, promise, variance, share=jnp.ones((), float), loss=loss)
 
 
-def judge(
-    before: Judgement, promise: jax.Array, slope: jax.Array, size: jax.Array, samples: Scalar
-) -> tuple[Judgement, Verdict]:
-    r"""Takes the last step into the judgement.
-
-    Args:
-      before: the judgement so far.
-      promise: the decrease that the step's own batch had predicted; 0 if there was no step.
-      slope: :math:`g's` on the next batch.
-      size: :math:`s'Fs` on the next batch.
-      samples: in that batch.
-    """
-    step = promise > 0
-    known = jnp.where(step, promise, 1)
-    change = slope - 0.5 * size
-    change = jnp.where(jnp.isfinite(change), jnp.clip(change, -2 * known, 5 * known), 5 * known)
-    variance = size / samples
+def judge(before: Judgement, last: Change) -> tuple[Judgement, Verdict]:
+    """Takes the last step into the judgement."""
+    step = last.promise > 0
+    known = jnp.where(step, last.promise, 1)
+    finite = jnp.isfinite(last.mean) & jnp.isfinite(last.variance)
+    change = jnp.where(finite, jnp.clip(last.mean, -2 * known, 5 * known), 5 * known)
+    variance = jnp.where(finite, last.variance, 0)
+    level = jnp.maximum(jnp.abs(last.loss), before.loss)
     new = Judgement(
         _DECAY * before.change + (1 - _DECAY) * change,
         _DECAY * before.promise + (1 - _DECAY) * known,
         _DECAY**2 * before.variance + (1 - _DECAY) ** 2 * variance,
         _SHARE_DECAY * before.share + (1 - _SHARE_DECAY) * jnp.clip(-change / known, -1, 1),
+        jnp.where(before.loss > 0, _DECAY * before.loss, 0)
+        + jnp.where(before.loss > 0, 1 - _DECAY, 1) * jnp.abs(last.loss),
     )
     slowly = (new.change > 2 * jnp.sqrt(new.variance)) & (new.change > 0.1 * new.promise)
-    at_once = (change > 4 * jnp.sqrt(variance)) & (change > 0.5 * known)
-    harmed = step & (slowly | at_once)
+    deviation = jnp.sqrt(variance)
+    at_once = (change > 4 * deviation) & (change > 0.5 * known)
+    # Where few samples carry the change, their number says nothing, but the loss has doubled.
+    doubled = (last.loss != 0) & (last.mean > level + known) & (last.mean > deviation)
+    undo = step & (~finite | (last.mean > known + 4 * deviation) | doubled)
+    harmed = step & (slowly | at_once | undo)
     confirmed = step & (-new.change > 0.5 * new.promise)
     # Harm that was answered once is not counted again.
-    forgotten = unjudged()._replace(share=new.share)
+    forgotten = unjudged()._replace(share=new.share, loss=new.loss)
     new = jax.tree.map(lambda a, b: jnp.where(harmed, a, b), forgotten, new)
+    # The loss of a step that is undone is the loss again.
+    new = new._replace(loss=jnp.where(undo | ~jnp.isfinite(new.loss), before.loss, new.loss))
     new = jax.tree.map(lambda a, b: jnp.where(step, a, b), new, before)
-    return new, Verdict(harmed, confirmed)
+    return new, Verdict(harmed, confirmed, undo)

@@ -25,7 +25,7 @@ from kldwrm_jax.arguments import check_decay, check_non_negative, is_known
 from kldwrm_jax.capture import Oracle
 from kldwrm_jax.curvature import AveragedFisher, Averages, CachedInverse, Refreshed, StepScalars
 from kldwrm_jax.finite import vdot
-from kldwrm_jax.optimizers import calibration, eager
+from kldwrm_jax.optimizers import calibration, eager, loss_scale
 from kldwrm_jax.optimizers.clipping import Clip
 from kldwrm_jax.optimizers.direction import Direction, StepInputs, advance
 from kldwrm_jax.optimizers.gradients import Gradients
@@ -47,6 +47,7 @@ class Step(NamedTuple):
     direction: Direction
     s: Leaves  # the step as it is so far
     finite: jax.Array  # bool []: whether it can be taken
+    undo: jax.Array  # bool []: whether the last step is undone in its place
     metrics: dict[str, jax.Array]  # fields of the monitor
     memory: dict[str, Any]  # fields of the state, if the step is taken
     observed: dict[str, Any]  # fields of the state in any case
@@ -191,13 +192,17 @@ class Member:
         self, updates: optax.Updates, state: KLDWRMState, params: optax.Params | None
     ) -> Gradients:
         g = m = optax.tree.cast(leaves_by_path(updates), float)
+        # Steps that set themselves are in the units of the likelihood, whose curvature it is.
+        unit = 1.0 if state.fit is None else 1 / loss_scale.factor(state.fit.scale)
+        if state.fit is not None:
+            g = m = optax.tree.scale(unit, g)
         if state.momentum is not None:
             nu = jnp.asarray(self.nu, float)
             m = wake.linear_model(nu, leaves_by_path(state.momentum), g)
         decay = None
         if not _is_zero(self.weight_decay):
             theta = optax.tree.cast(leaves_by_path(params), float)
-            decay = optax.tree.scale(jnp.asarray(self.weight_decay, float), theta)
+            decay = optax.tree.scale(unit * jnp.asarray(self.weight_decay, float), theta)
         return Gradients(g, m, None if self.wake is None else leaves_by_path(state.pull), decay)
 
     def _solve(self, state: KLDWRMState, inputs: StepInputs) -> Step:
@@ -214,6 +219,7 @@ class Member:
             s=jax.tree.map(jnp.negative, direction.v),
             # What is not finite in gradient, pull or direction is not finite in their product.
             finite=jnp.isfinite(direction.size) & (inputs.at.lr >= 0),
+            undo=jnp.zeros((), bool),
             metrics={
                 "contraction": inputs.at.rho * direction.contraction,
                 "learning_rate": jnp.asarray(inputs.at.lr, float),
@@ -270,13 +276,17 @@ class Member:
             for path, x in v.items()
         }
         # What the wake remembers of the first step is of blocks that were not calibrated yet.
-        scale = jnp.where(state.calibration == 0, inputs.at.calibration / c, 1)
+        scale = jnp.where(state.calibration == 0, new.rescaled * inputs.at.calibration / c, 1)
         moved = replace_leaves(state.offset, setting.next_offset(new, v, offset))
         return step._replace(
-            inputs=inputs._replace(at=inputs.at._replace(calibration=c)),
+            inputs=inputs._replace(
+                at=inputs.at._replace(calibration=c),
+                gradients=inputs.gradients.scaled(new.rescaled),
+            ),
             direction=step.direction.scaled(scale),
             s=s,
             finite=step.finite & jnp.isfinite(optax.tree.vdot(s, s)),
+            undo=new.undo,
             metrics=step.metrics
             | {
                 "kl_clip": new.shortened,
@@ -284,6 +294,9 @@ class Member:
                 "momentum": w[LAST] + w[OFFSET],
                 "reduction_ratio": new.state.judgement.share,
                 "kl_limit": new.state.limit,
+                "loss_scale": loss_scale.factor(new.state.scale),
+                "loss_agreement": loss_scale.agreement(new.state.scale),
+                "averaging": (~new.state.fitting).astype(float),
             },
             memory=step.memory | {"offset": moved, "fit": new.state},
             observed=step.observed | {"calibration": new.calibration},
@@ -366,9 +379,10 @@ class Member:
     def _accept(
         self, updates: optax.Updates, state: KLDWRMState, step: Step
     ) -> tuple[optax.Updates, KLDWRMState]:
-        """The step and the state after it; or no step, if it is not finite."""
+        """The step and the state after it; or none, or the last one undone."""
         finite = step.finite & fits(updates, step.s)
-        taken = finite & self._ready(state, step)
+        undo = finite & step.undo
+        taken = finite & ~undo & self._ready(state, step)
         new = step.memory | {"monitor": state.monitor._replace(**step.metrics)}
         if state.last_step is not None:
             new["last_step"] = replace_leaves(state.last_step, step.s)
@@ -380,7 +394,7 @@ class Member:
             if name in new:
                 old[name] = fade(old[name], decay, finite, step.inputs.gradients.g)
         # The count goes on where a schedule is below zero, or it would stay there for ever.
-        passes = ~(step.inputs.at.lr >= 0)
+        passes = undo | ~(step.inputs.at.lr >= 0)
         old["count"] = jnp.where(passes, new["count"], old["count"])
         s, kept = optax.tree.where(taken, (step.s, new), (nothing, old))
         counters = {
@@ -388,10 +402,11 @@ class Member:
             "rejected_refreshes": step.refreshed.rejected,
             "outliers": step.refreshed.outlier,
             "rejected_steps": ~finite,
+            "undone_steps": undo,
         }
         refused = optax.safe_increment(state.monitor.refused_in_a_row)
         kept["monitor"] = kept["monitor"]._replace(
-            refused_in_a_row=jnp.where(taken, 0, refused),
+            refused_in_a_row=jnp.where(taken | undo, 0, refused),
             **{
                 name: increment_if(happened, getattr(state.monitor, name))
                 for name, happened in counters.items()
@@ -402,7 +417,7 @@ class Member:
     def _take_back(
         self, state: KLDWRMState, nothing: Leaves, old: dict[str, Any]
     ) -> tuple[Leaves, dict[str, Any]]:
-        """Where a step is refused, the one before it led there: back, and shorter steps."""
+        """In place of a step, the update that undoes the last one, and smaller steps to come."""
         assert self.self_setting is not None
         last = leaves_by_path(state.last_step)
         back = {path: -last[path] for path in nothing}

@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from kldwrm_jax.arguments import Scalar
 from kldwrm_jax.capture import Oracle
 from kldwrm_jax.finite import vdot
+from kldwrm_jax.likelihoods.evidence import Evidence
 from kldwrm_jax.paths import Leaves
 
 
@@ -31,6 +33,22 @@ class QuadraticModel(NamedTuple):
     def curvature(self, damping: Scalar) -> jax.Array:
         r""":math:`A + \gamma N`."""
         return self.fisher + damping * self.norms
+
+    def with_gradients_times(self, factor: jax.Array) -> "QuadraticModel":
+        """The model of another multiple of the loss, whose curvature is this one."""
+        return self._replace(loss_slope=factor * self.loss_slope, slope=factor * self.slope)
+
+    def without(self, i: int, condition: jax.Array) -> "QuadraticModel":
+        """The model with a direction of zero, on a condition."""
+        keep = jnp.ones(len(self.slope)).at[i].set(jnp.where(condition, 0, 1))
+        both = keep * keep[:, None]
+        return QuadraticModel(
+            keep * self.loss_slope,
+            keep * self.slope,
+            both * self.fisher,
+            both * self.norms,
+            self.samples,
+        )
 
     def divergence(self, w: jax.Array) -> jax.Array:
         r""":math:`\frac12 w'Aw`, the step's divergence to second order."""
@@ -61,15 +79,51 @@ class QuadraticModel(NamedTuple):
 def measure(
     oracle: Oracle,
     directions: list[Leaves],
-    g: Leaves,
-    objective_gradient: Leaves,
+    gradients: tuple[Leaves, Leaves],
     examples_of: Callable[[tuple[int, ...]], int],
-) -> QuadraticModel:
-    """The model of a batch, whose Fisher is measured on ``examples_of`` the samples' shape."""
-    return QuadraticModel(
-        loss_slope=jnp.stack([vdot(v, g) for v in directions]),
-        slope=jnp.stack([vdot(v, objective_gradient) for v in directions]),
-        fisher=oracle.thinned(examples_of).gram(directions),
-        norms=jnp.stack([jnp.stack([vdot(u, v) for v in directions]) for u in directions]),
-        samples=oracle.samples,
-    )
+    place: Scalar = 0,
+    parts: Scalar = 1,
+) -> tuple[QuadraticModel, Evidence]:
+    """The model of a batch, and what its examples say of the last of the directions.
+
+    Args:
+      oracle: the batch's.
+      directions: the columns of ``V``, the last of which is the step that led here.
+      gradients: of the loss, and of the member's objective.
+      examples_of: how many examples are measured at a time, of the samples' shape.
+      place: where in the batch they begin; the next place has others.
+      parts: how many such parts are measured, as far as the batch goes.
+    """
+    evidence = _over_parts(oracle, directions, examples_of, place, parts)
+    loss_slope, slope = (jnp.stack([vdot(v, g) for v in directions]) for g in gradients)
+    norms = jnp.stack([jnp.stack([vdot(u, v) for v in directions]) for u in directions])
+    return QuadraticModel(loss_slope, slope, evidence.fisher, norms, oracle.samples), evidence
+
+
+def parts_of(oracle: Oracle, examples_of: Callable[[tuple[int, ...]], int]) -> int:
+    """How many parts the batch has."""
+    part = oracle.thinned(examples_of).sample_shapes
+    pairs = zip(oracle.sample_shapes, part, strict=True)
+    return max(whole[0] // own[0] for whole, own in pairs)
+
+
+def _over_parts(
+    oracle: Oracle,
+    directions: list[Leaves],
+    examples_of: Callable[[tuple[int, ...]], int],
+    place: Scalar,
+    parts: Scalar,
+) -> Evidence:
+    most = parts_of(oracle, examples_of)
+    if most == 1:
+        return oracle.thinned(examples_of).evidence(directions)
+
+    def of_part(i: Scalar) -> Evidence:
+        return oracle.thinned(examples_of, place + i).evidence(directions)
+
+    def add(i: Scalar, total: Evidence) -> Evidence:
+        return jax.tree.map(jnp.add, total, of_part(i))
+
+    count = jnp.clip(jnp.asarray(parts, jnp.int32), 1, most)
+    nothing = optax.tree.zeros_like(jax.eval_shape(of_part, count))
+    return jax.lax.fori_loop(0, count, add, nothing).divided(count)

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import optax
 
 from kldwrm_jax.arguments import check_count, check_decay, check_fraction
-from kldwrm_jax.optimizers import calibration
+from kldwrm_jax.likelihoods.evidence import Evidence
+from kldwrm_jax.optimizers import calibration, loss_scale
 from kldwrm_jax.optimizers.direction import Direction, StepInputs
 from kldwrm_jax.optimizers.iterate_average import (
     IterateAverage,
@@ -33,18 +34,24 @@ from kldwrm_jax.optimizers.iterate_average import (
     no_average,
     weight,
 )
-from kldwrm_jax.optimizers.judgement import Judgement, Verdict, judge, unjudged
+from kldwrm_jax.optimizers.judgement import Change, Judgement, Verdict, judge, unjudged
 from kldwrm_jax.optimizers.levenberg_marquardt import LevenbergMarquardt
+from kldwrm_jax.optimizers.loss_scale import LossScale
 from kldwrm_jax.optimizers.quadratic_model import QuadraticModel, measure
 from kldwrm_jax.paths import Leaves
 from kldwrm_jax.replicas import shared_any
 
 _LEAST_SAMPLES = 128
+_MOST_PARTS = jnp.iinfo(jnp.int32).max
 _SELDOM, _BEGINNING = 4, 20  # steps between two fits where iterates are averaged; the first steps
 _LEAVE, _RETURN = 0.2, 0.6  # realised shares at which fitting ends, and begins again
 _FIRST_LIMIT = 0.01  # in units of the first fitted step's divergence
 _CONFIRMED, _TOLERATED, _HARMED = 1.5, 1.1, 0.5  # growth of the limit
 _CALIBRATION_DECAY = 0.7
+_AHEAD = 10.0  # the limit in units of what recent steps had
+_ENOUGH = 32.0  # samples that carry the curvature; where there are fewer, more are measured
+_WHOLE_EVERY = 30  # steps between two measurements of the whole batch
+_UNDONE, _RAISED = 0.25, 3.0  # after an undone step: the limit in units of its promise; damping
 
 PROPOSAL, OFFSET, LAST = range(3)  # the directions
 
@@ -89,7 +96,8 @@ class Fit:
         """Whether this step is fitted."""
         if self.every is not None:
             return count % self.every == 0
-        return fitting | (count < _BEGINNING) | (count % _SELDOM == 0)
+        beginning, whole = count < _BEGINNING, count % _WHOLE_EVERY == 0
+        return fitting | beginning | whole | (count % _SELDOM == 0)
 
 
 class FitState(NamedTuple):
@@ -103,6 +111,9 @@ class FitState(NamedTuple):
     fitting: jax.Array  # bool []: whether steps are fitted; if not, iterates are averaged
     judgement: Judgement
     average: IterateAverage
+    scale: LossScale
+    effective: jax.Array  # float []: samples of the last measurement that carry the curvature
+    recent: jax.Array  # float []: running mean of the steps' divergence
     w: jax.Array  # float [3]: the coefficients of the last fit
 
 
@@ -114,6 +125,8 @@ class SetStep(NamedTuple):
     shortened: jax.Array  # float []: by the limit; 1 if that did not bind
     divergence: jax.Array  # float []: of the whole step
     calibration: jax.Array
+    undo: jax.Array  # bool []: the last step did harm
+    rescaled: jax.Array  # float []: what the first step's gradients are multiplied by
     state: FitState
 
 
@@ -151,13 +164,20 @@ class SelfSetting:
             fitting=jnp.ones((), bool),
             judgement=unjudged(),
             average=no_average(),
+            scale=loss_scale.unknown(),
+            effective=jnp.full((), jnp.inf, float),
+            recent=jnp.zeros((), float),
             w=jnp.zeros(3, float),
         )
 
     @property
     def periods(self) -> tuple[int, ...]:
         """The periods of what is done every few steps."""
-        return (self.fit.every or _SELDOM, 1 if self.damping is None else self.damping.every)
+        return (
+            _WHOLE_EVERY,
+            self.fit.every or _SELDOM,
+            1 if self.damping is None else self.damping.every,
+        )
 
     def step(
         self,
@@ -186,13 +206,19 @@ class SelfSetting:
         )
         due = self.fit.is_due(inputs.k, before.fitting) | first
         unfitted = self._between(known, inputs, direction, others, calibration_before)
-        directions = [jax.tree.map(jnp.negative, direction.v), *others]
+        offset, last = others
+        # Where steps are fitted there is no offset; the gradient there says more of its scale.
+        second = optax.tree.where(before.fitting, inputs.gradients.g, offset)
+        directions = [jax.tree.map(jnp.negative, direction.v), second, last]
 
         def fitted() -> SetStep:
-            examples_of = self.fit.examples_of
-            objective = inputs.gradients.objective(inputs.at.calibration)
-            model = measure(inputs.oracle, directions, inputs.gradients.g, objective, examples_of)
-            return self._fitted(known, inputs, direction, model, calibration_before)
+            gradients = inputs.gradients.g, inputs.gradients.objective(inputs.at.calibration)
+            few = jnp.ceil(_ENOUGH / jnp.maximum(known.effective, 1))
+            parts = jnp.where(inputs.k % _WHOLE_EVERY == 0, _MOST_PARTS, few)
+            measured = measure(
+                inputs.oracle, directions, gradients, self.fit.examples_of, inputs.k, parts
+            )
+            return self._fitted(known, inputs, direction, *measured, calibration_before)
 
         # Replicas under a vmap share the branch, and each takes what is its own.
         result = jax.lax.cond(shared_any(due), fitted, lambda: unfitted)
@@ -204,19 +230,18 @@ class SelfSetting:
         inputs: StepInputs,
         direction: Direction,
         model: QuadraticModel,
+        evidence: Evidence,
         calibration_before: jax.Array,
     ) -> SetStep:
-        judgement, verdict = judge(
-            known.judgement,
-            known.promise,
-            model.loss_slope[LAST],
-            model.fisher[LAST, LAST],
-            model.samples,
-        )
+        first = calibration_before == 0
+        scale, rescaled = self._scale(known, inputs, model, evidence)
+        rescaled = jnp.where(first, rescaled, 1)
+        model = model.with_gradients_times(rescaled).without(OFFSET, known.fitting)
+        judgement, verdict = judge(known.judgement, _change(known, model, evidence))
         fitting = judgement.share > jnp.where(known.fitting, _LEAVE, _RETURN)
         average = adapt(known.average, model.slope[OFFSET], model.fisher[OFFSET, OFFSET])
         average = jax.tree.map(lambda a, b: jnp.where(fitting, a, b), known.average, average)
-        first, now = calibration_before == 0, self._calibration(inputs, direction, model)
+        now = self._calibration(inputs, direction, model)
         decay = jnp.where(first, 0, _CALIBRATION_DECAY)
         c = decay * calibration_before + (1 - decay) * now
         c = jnp.where(jnp.isfinite(c) & (c > 0), c, calibration_before)
@@ -230,9 +255,12 @@ class SelfSetting:
             fitting=fitting,
             judgement=judgement,
             average=average,
+            scale=scale,
+            effective=evidence.effective_samples,
             w=w,
         )
-        return self._shortened(state, w, fast, (divergence, model.loss_slope), c)
+        shortened = self._shortened(state, w, fast, (divergence, model.loss_slope), c)
+        return shortened._replace(undo=verdict.undo, rescaled=rescaled)
 
     def _between(
         self,
@@ -266,8 +294,23 @@ class SelfSetting:
         above = divergence > limit
         k = jnp.where(above, jnp.sqrt(limit / jnp.where(above, divergence, 1)), 1)
         promise = jnp.abs(k * slopes @ w + k**2 * divergence)
-        state = state._replace(at_limit=above, promise=promise)
-        return SetStep(k * w, fast, k, k**2 * divergence, c, state)
+        size = k**2 * divergence
+        recent = jnp.where(state.recent > 0, 0.9 * state.recent + 0.1 * size, size)
+        state = state._replace(at_limit=above, promise=promise, recent=recent)
+        return SetStep(k * w, fast, k, size, c, jnp.zeros((), bool), jnp.ones((), float), state)
+
+    def _scale(
+        self, known: FitState, inputs: StepInputs, model: QuadraticModel, evidence: Evidence
+    ) -> tuple[LossScale, jax.Array]:
+        """The loss's scale, if the whole batch was measured, and its old factor over the new."""
+        if not inputs.oracle.terms.have_loss:
+            return known.scale, jnp.ones((), float)
+        old = loss_scale.factor(known.scale)
+        sizes = jnp.diagonal(evidence.fisher)
+        new = loss_scale.update(known.scale, old * model.loss_slope, evidence.slopes, sizes)
+        whole = inputs.k % _WHOLE_EVERY == 0
+        new = jax.tree.map(lambda a, b: jnp.where(whole, a, b), new, known.scale)
+        return new, old / loss_scale.factor(new)
 
     def _fit_two(self, model: QuadraticModel, inputs: StepInputs) -> jax.Array:
         """Proposal and last step, fitted; or the proposal alone, where momentum is given."""
@@ -298,7 +341,8 @@ class SelfSetting:
         """The limit of the divergence grows where it bound a step that did no harm."""
         growth = jnp.where(verdict.confirmed, _CONFIRMED, _TOLERATED)
         growth = jnp.where(known.at_limit, growth, 1)
-        return known.limit * jnp.where(verdict.harmed, _HARMED, growth)
+        limit = known.limit * jnp.where(verdict.harmed, _HARMED, growth)
+        return jnp.minimum(limit, _AHEAD * known.recent)
 
     def _damping(
         self, known: FitState, inputs: StepInputs, judgement: Judgement, verdict: Verdict
@@ -318,9 +362,21 @@ class SelfSetting:
         return {path: keep * (x - set_step.fast * v[path]) for path, x in offset.items()}
 
     def retreat(self, before: FitState) -> FitState:
-        """After a step whose loss or gradient is not finite, and which is taken back."""
+        """After a step that is taken back, for it did harm, or led to what is not finite."""
+        promised = jnp.where(before.promise > 0, _UNDONE * before.promise, jnp.inf)
+        raised = before.damping if self.damping is None else _RAISED * before.damping
         return before._replace(
-            limit=0.1 * before.limit,
+            limit=jnp.minimum(0.5 * before.limit, promised),
+            damping=raised,
             promise=jnp.zeros((), float),
             average=before.average._replace(age=jnp.zeros((), float)),
         )
+
+
+def _change(known: FitState, model: QuadraticModel, evidence: Evidence) -> Change:
+    """What the last step did, in the loss of this batch."""
+    part = evidence.share_square
+    whole = 1 / model.samples
+    variance = evidence.slope_square * whole / part + evidence.remainder_square
+    mean = model.loss_slope[LAST] + evidence.remainder
+    return Change(known.promise, mean, variance, evidence.loss)

@@ -20,6 +20,7 @@ class Monitor(NamedTuple):
     rejected_refreshes: jax.Array  # int32 []: statistics or inverses that were not finite
     outliers: jax.Array  # int32 []: refreshes that rejected the statistics of some block
     rejected_steps: jax.Array  # int32 []: gradients or directions that were not finite
+    undone_steps: jax.Array  # int32 []: steps that raised the loss, as the next batch saw it
     refused_in_a_row: jax.Array  # int32 []: steps since the last one that was taken
     kl_clip: jax.Array  # float []: 1 where nothing was clipped
     true_kl_clip: jax.Array  # float []: likewise, of the true divergence
@@ -34,6 +35,9 @@ class Monitor(NamedTuple):
     damping: jax.Array  # float []: gamma
     reduction_ratio: jax.Array  # float []: realised over predicted decrease, where it is measured
     kl_limit: jax.Array  # float []: of a step that sets itself
+    averaging: jax.Array  # float []: 1 where iterates are averaged, 0 where steps are fitted
+    loss_scale: jax.Array  # float []: the loss over the likelihood's
+    loss_agreement: jax.Array  # float []: how much of the loss's slopes the likelihood's explain
 
 
 class KLDWRMState(NamedTuple):
@@ -79,9 +83,10 @@ def next_count(count: jax.Array, period: Scalar) -> jax.Array:
 def new_monitor() -> Monitor:
     """A monitor before the first step."""
     zeros = {name: jnp.zeros((), float) for name in Monitor._fields}
-    counters = {name: jnp.zeros((), jnp.int32) for name in Monitor._fields[:5]}
-    clips = {name: jnp.ones((), float) for name in ("kl_clip", "true_kl_clip", "block_clip")}
-    return Monitor(**zeros | counters | clips)
+    counters = {name: jnp.zeros((), jnp.int32) for name in Monitor._fields[:6]}
+    factors = ("kl_clip", "true_kl_clip", "block_clip", "loss_scale", "loss_agreement")
+    ones = {name: jnp.ones((), float) for name in factors}
+    return Monitor(**zeros | counters | ones)
 
 
 def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
@@ -96,6 +101,8 @@ def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       * ``steps`` taken, and ``refreshes`` of the curvature;
       * ``rejected_steps``: gradients or directions that were not finite, or a learning rate below
         zero; no step was taken;
+      * ``undone_steps``: steps that set themselves and raised the loss beyond doubt, as the next
+        batch saw it; the update in place of the next one took them back;
       * ``refused_in_a_row``: steps since the last one that was taken, also for want of curvature.
         Above ten it is no accident: a warning here, an error in :func:`check_progress`;
       * ``rejected_refreshes``: statistics or inverses that were not finite; the last ones stayed;
@@ -109,8 +116,11 @@ def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       * ``wake_ratio``: the norm of the wake's pull over the learning rate times the gradient's;
       * ``learning_rate``, ``momentum`` and ``damping`` of the last step. Where it set itself, the
         rate is what the preconditioned gradient was multiplied by, and ``reduction_ratio`` is the
-        running mean of realised over predicted decreases of the loss (above 0.2 to 0.6 steps are
-        fitted, below iterates are averaged), ``kl_limit`` the limit of a step's divergence;
+        running mean of realised over predicted decreases of the loss, ``kl_limit`` the limit of a
+        step's divergence, ``averaging`` is 1 where iterates are averaged, 0 where steps are fitted;
+      * ``loss_scale``: the loss that the gradients are of over the likelihood's, as measured, and
+        ``loss_agreement`` the part of its slopes that this explains. Where that is below a half,
+        the gradients have little to do with the likelihood, and the scale is taken to be 1;
       * ``objective_before`` and ``objective_after`` of QE's inner solver: 0 before it starts and
         for other members, not finite where it diverged and the Q step was taken.
 

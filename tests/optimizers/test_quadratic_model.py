@@ -51,7 +51,8 @@ def problem(rng, likelihood, dropout=0.0, weights=None):
 
 def model_of(oracle, directions, examples=BATCH):
     g = leaves_by_path(jax.grad(oracle.loss)(oracle.params))
-    return measure(oracle, directions, g, g, kw.Fit(examples=examples).examples_of), g
+    model, _ = measure(oracle, directions, (g, g), kw.Fit(examples=examples).examples_of)
+    return model, g
 
 
 def dense(oracle, directions):

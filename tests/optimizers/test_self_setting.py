@@ -74,7 +74,7 @@ def test_steps_and_reduction_ratios_are_those_of_the_dense_fisher(dropout):
     rows = recorded(problem, kw.kfac(problem.layers, refresh_every=1, fit=WHOLE), steps)
     assert all(after.fit.fitting for *_, after, _ in rows)
     gammas = [float(after.monitor.damping) for *_, after, _ in rows]
-    last, share, promise, limit = None, 1.0, None, None
+    last, share, promise, limit, before = None, 1.0, None, None, None
     for k, ((params, s, after, g), delta) in enumerate(
         zip(rows, proposals(problem, rows, gammas), strict=True)
     ):
@@ -85,7 +85,7 @@ def test_steps_and_reduction_ratios_are_those_of_the_dense_fisher(dropout):
         damped = v.T @ (fisher + gammas[k] * np.eye(len(fisher))) @ v
         step = v @ np.linalg.solve(damped, -v.T @ slope)
         if last is not None:
-            change = slope @ last - 0.5 * last @ fisher @ last
+            change = float(oracle.loss(params) - oracle.loss(before))
             share = 0.9 * share + 0.1 * np.clip(-change / promise, -1, 1)
         np.testing.assert_allclose(after.monitor.reduction_ratio, share, rtol=1e-6)
         divergence = 0.5 * step @ fisher @ step
@@ -93,6 +93,7 @@ def test_steps_and_reduction_ratios_are_those_of_the_dense_fisher(dropout):
         np.testing.assert_allclose(after.fit.limit, limit, rtol=1e-7)
         short = min(1.0, np.sqrt(limit / divergence))
         np.testing.assert_allclose(taken, short * step, rtol=1e-6, atol=1e-12)
+        before = params
         last, promise = taken, abs(slope @ taken + 0.5 * taken @ fisher @ taken)
 
 
@@ -187,7 +188,8 @@ def test_a_step_that_leads_to_no_finite_gradient_is_taken_back(small):
     oracle = small.oracle(params, 5)
     back, after = tx.update(bad, state, params, oracle=oracle)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, -b), back, s)
-    np.testing.assert_allclose(after.fit.limit, 0.1 * state.fit.limit)
+    assert after.fit.limit <= 0.5 * state.fit.limit
+    assert after.fit.damping == 3 * state.fit.damping
     again, last = tx.update(bad, after, params, oracle=oracle)
     assert not any(np.any(x) for x in jax.tree.leaves(again))
     assert int(last.monitor.rejected_steps) == 2
@@ -280,4 +282,4 @@ def test_the_count_past_the_largest_integer_keeps_every_period(small):
     setting = self_setting.SelfSetting(
         kw.Fit(every=6), None, kw.LevenbergMarquardt(every=5), mu=1, highest_limit=None
     )
-    assert setting.periods == (6, 5)
+    assert setting.periods == (30, 6, 5)

@@ -31,6 +31,10 @@ KEYS = {
     "damping",
     "reduction_ratio",
     "kl_limit",
+    "averaging",
+    "loss_scale",
+    "loss_agreement",
+    "undone_steps",
 }
 
 
