@@ -67,9 +67,7 @@ class SplitOracle(Oracle):
             )
         return batch
 
-    def thinned(
-        self, examples_of: Callable[[tuple[int, ...]], int], place: Scalar = 0
-    ) -> Oracle:
+    def thinned(self, examples_of: Callable[[tuple[int, ...]], int], place: Scalar = 0) -> Oracle:
         """The oracle of every n-th example, of no more than one part has."""
         most = self.batch_size // self.parts
         return super().thinned(lambda shape: min(examples_of(shape), most), place)
