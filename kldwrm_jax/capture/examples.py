@@ -1,6 +1,7 @@
 """The examples of a batch: which arguments of a model hold them, and how some are taken."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -111,7 +112,7 @@ def _arrays(call: Call, batched: Any) -> list[tuple[str, Any]]:
 
 
 def are_certain(
-    model: Model, params: Any, call: Call, lengths: Collection[int], outputs: list[Shape]
+    model: Model, params: Any, call: Call, lengths: Collection[int], outputs: tuple[Shape, ...]
 ) -> bool:
     """Whether the arguments of these lengths have examples, which do not depend on each other.
 
@@ -126,7 +127,20 @@ def are_certain(
       lengths: of the batches that are to be cut.
       outputs: the shapes of the outputs on the whole batch.
     """
-    known = {n for x in jax.tree.leaves((params, call)) for n in getattr(x, "shape", ()) if n}
+    leaves, structure = jax.tree.flatten(jax.eval_shape(lambda *given: given, params, call))
+    return _are_certain(model, structure, tuple(leaves), frozenset(lengths), outputs)
+
+
+@functools.lru_cache(maxsize=64)  # a step that is not compiled asks every time
+def _are_certain(
+    model: Model,
+    structure: Any,
+    leaves: tuple[jax.ShapeDtypeStruct, ...],
+    lengths: frozenset[int],
+    outputs: tuple[Shape, ...],
+) -> bool:
+    params, call = jax.tree.unflatten(structure, leaves)
+    known = {n for x in leaves for n in x.shape if n}
     new = dict(zip(sorted(lengths), _primes(known), strict=False))
 
     def resized(x: jax.Array) -> jax.Array:

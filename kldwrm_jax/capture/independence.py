@@ -6,6 +6,7 @@ every equation is that it keeps this axis as it is: entry n of the results is ma
 the operands and from what all examples share. An equation that is not known here is taken to mix.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ class _Reader:
         if name in _RULES:
             rule = _RULES[name]
             return not touched or rule(step) or (self._normalised and rule is _reduction)
-        if touched and name not in _CALLS:
+        if touched and name not in _CALLS.split():
             return False
         if name == "scan" and self._places((step.params["length"],)) and not _is_map(step):
             return False
@@ -177,8 +178,16 @@ def _marked(step: _Step) -> list[tuple[Shape, int]]:
 
 def _reshape(step: _Step) -> bool:
     """The axis may be merged with later axes and split off again, never with earlier ones."""
-    sizes = {int(np.prod(shape[:place])) for shape, place in _marked(step)}
-    return None not in step.after and len(sizes) == 1 and step.params["dimensions"] is None
+    if step.before == [None] or step.after == [None]:
+        return False
+    (shape,), (result,) = step.shapes, step.results
+    order = list(step.params["dimensions"] or range(len(shape)))
+    earlier = order[: order.index(step.before[0])]
+    return math.prod(shape[i] for i in earlier) == math.prod(result[: step.after[0]])
+
+
+def _tile(step: _Step) -> bool:
+    return _same_length(step) and all(step.params["reps"][i] == 1 for i in step.places)
 
 
 def _still_there(step: _Step) -> bool:
@@ -285,6 +294,12 @@ _CUMULATIVE = "cumlogsumexp cummax cummin cumprod cumsum split"
 _MATRICES = "cholesky eigh householder_product lu qr svd triangular_solve"
 _SCATTERS = "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub scatter_add"
 
+# Run programs of their own on the same arrays, or on slices of them.
+_CALLS = """
+call checkpoint closed_call cond core_call custom_jvp_call custom_linear_solve custom_vjp_call
+custom_vjp_call_jaxpr jit pjit remat remat2 scan while
+"""
+
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
     **dict.fromkeys(_REDUCTIONS.split(), _reduction),
@@ -309,12 +324,7 @@ _RULES: dict[str, _Rule] = {
     "slice": _slice,
     "sort": _apart_from("dimension"),
     "squeeze": _still_there,
+    "tile": _tile,
     "top_k": _last_axes(lambda params: 1),
     "transpose": _still_there,
 }
-
-# Run programs of their own on the same arrays, or on slices of them.
-_CALLS = """
-call checkpoint closed_call cond core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr
-jit pjit remat remat2 scan while
-""".split()

@@ -1,6 +1,7 @@
 """The oracle: a batch's curvature, outputs and divergences, computed when asked for."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -212,7 +213,7 @@ class Oracle:
         """The outputs' axes that are samples, of every term; the first of them is the batch's."""
         return self.terms.sample_shapes(self._output_shapes)
 
-    @property
+    @functools.cached_property
     def _output_shapes(self) -> Any:
         return jax.eval_shape(self.model.outputs, self.params, self.call)
 
@@ -270,8 +271,8 @@ class Oracle:
         if not takes:
             return self
         if batched is None:
-            outputs = [x.shape for x in jax.tree.leaves(self._output_shapes)]
-            certain = are_certain(self.model, self.params, self.call, takes.keys(), outputs)
+            shapes_of = tuple(x.shape for x in jax.tree.leaves(self._output_shapes))
+            certain = are_certain(self.model, self.params, self.call, takes.keys(), shapes_of)
             return self.examples(takes) if certain else self
         thin = self.examples(takes)
         wanted = [(n // (n // counts[n]) if n in takes else n, *rest) for n, *rest in shapes]
