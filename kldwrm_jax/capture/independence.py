@@ -55,7 +55,7 @@ class _Reader:
     def keeps_apart(self, jaxpr: Jaxpr, constants: Sequence[Any] = ()) -> bool:
         """Whether a program, and those inside it, keep the axis as it is."""
         if id(jaxpr) not in self._known:
-            self._known[id(jaxpr)] = all(map(self._keeps, jaxpr.eqns))
+            self._known[id(jaxpr)] = all(map(self._keeps, _needed(jaxpr)))
         # A table as long as the batch says which example is where.
         return self._known[id(jaxpr)] and not any(map(self._is_marked, constants))
 
@@ -98,6 +98,16 @@ class _Reader:
         if name == "scan" and self._places((step.params["length"],)) and not _is_map(step):
             return False
         return all(self.keeps_apart(*own) for own in _with_constants(equation.params))
+
+
+def _needed(jaxpr: Jaxpr) -> list[Any]:
+    """The equations that the outputs depend on: a sum of which only the gradient is used is none."""
+    needed, equations = {x for x in jaxpr.outvars if not isinstance(x, Literal)}, []
+    for equation in reversed(jaxpr.eqns):
+        if needed & {*equation.outvars}:
+            needed |= {x for x in equation.invars if not isinstance(x, Literal)}
+            equations.append(equation)
+    return equations
 
 
 _OF_A_LENGTH: list[Callable[[float], float]] = [float, lambda n: 1 / n, np.sqrt, lambda n: n**-0.5]
@@ -276,7 +286,8 @@ def _shares_no_place(step: _Step) -> bool:
 _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
 bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
-digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag
+digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag
+le_to lt_to
 integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not or
 polygamma population_count pow pvary pcast random_bits random_clone random_fold_in random_gamma
 random_seed random_split random_unwrap random_wrap real reduce_precision

@@ -327,8 +327,8 @@ def test_outputs_that_do_not_follow_the_batched_arguments_are_an_error():
 def test_replicas_measure_a_part_of_what_they_have():
     """Under ``shard_map``, where JAX tracks what varies, the model is traced as well."""
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("batch",))
-    net = kw.instrument(Recurrent(), kw.Gaussian(), SEQUENCES, axis_name="batch")
-    params = Recurrent().init(KEY, SEQUENCES)["params"]
+    net = kw.instrument(CNN(), kw.Gaussian(), IMAGES, axis_name="batch")
+    params = CNN().init(KEY, IMAGES)["params"]
     sizes = []
 
     def here(x):
@@ -338,8 +338,8 @@ def test_replicas_measure_a_part_of_what_they_have():
 
     shards = jax.sharding.PartitionSpec("batch")
     run = jax.shard_map(here, mesh=mesh, in_specs=shards, out_specs=jax.sharding.PartitionSpec())
-    expected = oracle_of(Recurrent(), SEQUENCES[::3])
+    expected = oracle_of(CNN(), IMAGES[::3])
     np.testing.assert_allclose(
-        jax.jit(run)(SEQUENCES), expected.quadratic(jax.tree.map(jnp.ones_like, params)), rtol=1e-4
+        jax.jit(run)(IMAGES), expected.quadratic(jax.tree.map(jnp.ones_like, params)), rtol=1e-4
     )
     assert {*sizes} == {LEFT}

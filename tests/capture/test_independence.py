@@ -76,6 +76,10 @@ def gradient_of_a_pool(x):
     return jax.vmap(jax.grad(lambda x: (pooled(x[None]) ** 2).sum()))(x)
 
 
+def gradient_of_a_sum(x):
+    return jax.grad(lambda x: (mlp(x) ** 2).sum())(x)
+
+
 def spectrum(x):
     return jnp.abs(jnp.fft.rfft(x, axis=1))
 
@@ -111,6 +115,7 @@ APART = [
     convolved_one_by_one,
     pooled,
     gradient_of_a_pool,
+    gradient_of_a_sum,
     spectrum,
     until_large,
     padded,
