@@ -101,7 +101,7 @@ class _Reader:
 
 
 def _needed(jaxpr: Jaxpr) -> list[Any]:
-    """The equations that the outputs depend on: a sum of which only the gradient is used is none."""
+    """Those that the outputs depend on: not a sum of which only the gradient is used."""
     needed, equations = {x for x in jaxpr.outvars if not isinstance(x, Literal)}, []
     for equation in reversed(jaxpr.eqns):
         if needed & {*equation.outvars}:
