@@ -87,7 +87,7 @@ class _Reader:
             made = self._exchanged if len(equation.outvars) == 2 else self._observed
             return made(params, operands)
         n = len(equation.outvars)
-        bodies = [own for own in _programs(equation.params) if len(own.outvars) == n]
+        bodies = [own for own in programs_among(equation.params) if len(own.outvars) == n]
         if not bodies or any(len(own.invars) > len(operands) for own in bodies):
             return [_union(operands)] * n
         return self._run_bodies(equation, bodies, operands)
@@ -132,7 +132,7 @@ class _Reader:
             operands = fed
 
 
-def _programs(value: Any) -> Iterator[Jaxpr]:
+def programs_among(value: Any) -> Iterator[Jaxpr]:
     """The programs among an equation's parameters."""
     if isinstance(value, ClosedJaxpr):
         yield value.jaxpr
@@ -140,10 +140,10 @@ def _programs(value: Any) -> Iterator[Jaxpr]:
         yield value
     elif isinstance(value, Mapping):
         for own in value.values():
-            yield from _programs(own)
+            yield from programs_among(own)
     elif isinstance(value, tuple | list):
         for own in value:
-            yield from _programs(own)
+            yield from programs_among(own)
 
 
 def _union(origins: Sequence[Origins]) -> Origins:

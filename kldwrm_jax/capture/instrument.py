@@ -12,6 +12,7 @@ from flax import nnx
 from kldwrm_jax.arguments import check_choice, check_count
 from kldwrm_jax.batch_axis import BatchAxis
 from kldwrm_jax.capture.call import Call
+from kldwrm_jax.capture.examples import check_batched
 from kldwrm_jax.capture.function import FunctionAdapter
 from kldwrm_jax.capture.layer_call import Options
 from kldwrm_jax.capture.linen import LinenAdapter
@@ -73,8 +74,8 @@ class Instrumented:
             model itself would have next, if ``nnx.Rngs`` are given here or among the arguments.
           micro_batches: the number of parts in which the batch is processed, one after another, to
             save memory. Unlike with ``optax.MultiSteps``, gradients and statistics are those of the
-            whole batch. Arguments whose first axis has the length of the batch are split; give one
-            that should not be a leading axis of length one.
+            whole batch. Arguments whose first axis has the length of the batch are split, or those
+            that ``instrument(..., batched=...)`` names.
           **kwargs: keyword arguments of the model. Python bools, strings, None and callables among
             the arguments are part of the oracle's structure, not leaves.
 
@@ -138,6 +139,7 @@ def instrument(
     max_factor: int = 4096,
     output: Callable[[Any], Any] | None = None,
     axis_name: str | tuple[str, ...] | None = None,
+    batched: Any = None,
     variables: Mapping[str, Any] | None = None,
     rngs: Mapping[str, jax.Array] | jax.Array | None = None,
     **kwargs: Any,
@@ -180,6 +182,14 @@ def instrument(
         divergences, calibration, and ``oracle.variables``. ``weights`` count by their sum over all
         replicas, and each draws labels of its own from the same ``key``. ``()`` says that replicas
         are independent, such as seeds.
+      batched: the arguments of the model whose first axis is the batch, where its examples may be
+        taken apart: by ``micro_batches``, and by optimizers that measure on a part of the batch.
+        True or False for all, or a tuple with an entry for every positional argument, which may be
+        a tree of bools, as ``in_axes`` of ``jax.vmap``: ``batched=(True, False)``. A function's
+        parameters have no entry; arguments given by name are kept whole. Without it,
+        ``micro_batches`` splits all arguments that are as long as the batch, and a part is measured
+        only if a trace of the model proves that its examples are independent (see
+        :meth:`~kldwrm_jax.capture.oracle.Oracle.thinned`), otherwise the whole batch.
       variables: the model's variables, or their shapes, if ``model.init`` cannot be called with
         these arguments.
       rngs: keys by name, if a Linen model needs others than ``params`` and ``dropout``, or an NNX
@@ -229,7 +239,9 @@ def instrument(
         )
     adapter = _adapter(model, Options(bias, sharing, max_factor))
     axis, call = BatchAxis.named(axis_name), Call(args, kwargs, variables or {}, rngs)
+    batched = check_batched(batched, args[isinstance(adapter, FunctionAdapter) :])
     found, outputs = _surveyed(adapter, output, call, structure, axis)
+    found = dataclasses.replace(found, batched=batched)
     missed = (*found.uncovered, *found.unseen)
     if uncovered == "error" and missed:
         notes = "; ".join(f"{path} ({found.layers[path].note})" for path in missed)

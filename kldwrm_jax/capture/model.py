@@ -60,6 +60,7 @@ class Model:
     unseen: tuple[str, ...] = ()  # parameters that the likelihood does not see
     mixing: tuple[Path, ...] = ()  # layers in which examples depend on each other
     structure: Structure = ONE  # of the outputs, one for every likelihood
+    batched: Any = None  # the arguments that have examples, as a prefix of them; None if not known
 
     def by_term(self) -> list["Model"]:
         """For every likelihood, the model of its outputs alone."""

@@ -1,6 +1,7 @@
 """The oracle: a batch's curvature, outputs and divergences, computed when asked for."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,15 @@ import optax
 from kldwrm_jax.arguments import Scalar
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.captured_layer import NO_BASES, Bases
+from kldwrm_jax.capture.examples import (
+    Take,
+    are_certain,
+    check_lengths,
+    cut,
+    cut_call,
+    every,
+    lengths_in,
+)
 from kldwrm_jax.capture.forward_pass import run_forward
 from kldwrm_jax.capture.model import Model
 from kldwrm_jax.curvature.blocks import Factors
@@ -219,7 +229,7 @@ class Oracle:
         """The outputs' axes that are samples, of every term; the first of them is the batch's."""
         return self.terms.sample_shapes(self._output_shapes)
 
-    @property
+    @functools.cached_property
     def _output_shapes(self) -> Any:
         return jax.eval_shape(self.model.outputs, self.params, self.call)
 
@@ -237,75 +247,70 @@ class Oracle:
             )
         return known[0]
 
-    def part(self, take: Callable[[jax.Array], jax.Array]) -> "Oracle":
+    def part(self, take: Take) -> "Oracle":
         """The oracle of some examples.
 
         Args:
-          take: takes them from an array whose first axis is the batch's; applied to all arguments
-            of the model, targets and weights that have as many entries as the batch.
+          take: takes them from an array whose first axis is the batch's; applied to targets,
+            weights and the arguments of the model that ``instrument(..., batched=...)`` names;
+            without it, to all that have as many entries as the batch.
         """
-        return self.examples({self.batch_size: take})
+        batch = self.batch_size
+        check_lengths(self.call, [batch], self.model.batched)
+        return self.examples({batch: take})
 
     def thinned(self, examples_of: Callable[[tuple[int, ...]], int], place: Scalar = 0) -> "Oracle":
-        """The oracle of every n-th example.
+        """The oracle of every n-th example, or this one where that might be another model.
 
         The examples of a batch that is sharded over devices come from all of them. Terms with
         batches of different size are thinned each by itself, where the first axes of the model's
         arguments tell which are whose; a term for which they do not tell stays whole.
 
+        The arguments with examples are those that ``instrument(..., batched=...)`` names. Without
+        it they are those whose first axis is as long as a batch, and nothing is thinned unless the
+        traced model shows that each of its outputs is made from one entry of these. A sequence
+        along the first axis, the nodes of a graph and in-batch negatives are taken whole. Where a
+        layer normalises over the batch, the part has statistics of its own; sums over
+        the examples elsewhere in such a model are taken for a normalisation's. Dropout masks of the
+        part are others than those of the whole.
+
         Args:
           examples_of: how many examples are to be left of a term whose samples have this shape.
           place: the first of them; with 0, 1, 2, ... every example has its turn.
         """
-        shapes = self.sample_shapes
-        counts: dict[int, int] = {}
-        for shape in shapes:
+        shapes, batched = self.sample_shapes, self.model.batched
+        check_lengths(self.call, {n for n, *_ in shapes}, batched)
+        given, counts = lengths_in(self.call, batched), dict[int, int]()
+        for shape in (shape for shape in shapes if shape[0] in given):
             counts[shape[0]] = max(examples_of(shape), counts.get(shape[0], 1))
-        takes = {n: _every(n // left, place) for n, left in counts.items() if n >= 2 * left}
-        if len(shapes) == 1:
-            return self.examples(takes)
-        given = {x.shape[0] for x in jax.tree.leaves(self.call) if getattr(x, "ndim", 0)}
-        takes = {n: take for n, take in takes.items() if n in given}
-        wanted = [(n // (n // counts[n]) if n in takes else n, *rest) for n, *rest in shapes]
+        takes = {n: every(n // left, place) for n, left in counts.items() if n >= 2 * left}
+        if not takes:
+            return self
+        if batched is None:
+            shapes_of = tuple(x.shape for x in jax.tree.leaves(self._output_shapes))
+            certain = are_certain(self.model, self.params, self.call, takes.keys(), shapes_of)
+            return self.examples(takes) if certain else self
         thin = self.examples(takes)
-        try:
-            fits = thin.sample_shapes == wanted
-        except (TypeError, ValueError):  # the model can not take arguments of these lengths
-            fits = False
-        return thin if fits else self
+        wanted = [(n // (n // counts[n]) if n in takes else n, *rest) for n, *rest in shapes]
+        if (got := thin.sample_shapes) != wanted:
+            raise ValueError(
+                f"of the arguments that batched={batched!r} names, a part was taken, and the "
+                f"outputs are samples of shapes {got} instead of {wanted}: instrument(..., "
+                f"batched=...) must name all arguments whose first axis is the batch's, and no "
+                f"others; batched=False keeps the whole batch"
+            )
+        return thin
 
-    def examples(self, takes: Mapping[int, Callable[[jax.Array], jax.Array]]) -> "Oracle":
+    def examples(self, takes: Mapping[int, Take]) -> "Oracle":
         """The oracle of some examples of every term, by the length of its batch."""
-
-        def cut(x: Any) -> Any:
-            if getattr(x, "ndim", 0) == 0 or x.shape[0] not in takes:
-                return x
-            return takes[x.shape[0]](jnp.asarray(x))
-
-        call = dataclasses.replace(
-            self.call,
-            args=jax.tree.map(cut, self.call.args),
-            kwargs=jax.tree.map(cut, self.call.kwargs),
-        )
         each = [
             dataclasses.replace(
                 term,
-                targets=jax.tree.map(cut, term.targets),
-                weights=jax.tree.map(cut, term.weights),
+                targets=jax.tree.map(lambda x: cut(x, takes), term.targets),
+                weights=jax.tree.map(lambda x: cut(x, takes), term.weights),
             )
             for term in self.terms.each
         ]
         terms = dataclasses.replace(self.terms, each=tuple(each))
+        call = cut_call(self.call, takes, self.model.batched)
         return Oracle(self.model, terms, self.params, call)
-
-
-def _every(n: int, place: Scalar) -> Callable[[jax.Array], jax.Array]:
-    """Takes every n-th entry, from some place on."""
-
-    def take(x: jax.Array) -> jax.Array:
-        left, rest = divmod(x.shape[0], n)
-        if rest:  # those at the end have their turn when the others begin a new round
-            x = jax.lax.dynamic_slice_in_dim(x, (place // n) % (rest + 1), n * left)
-        return x.reshape(left, n, *x.shape[1:])[:, place % n]
-
-    return take
