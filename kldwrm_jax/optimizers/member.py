@@ -26,17 +26,19 @@ from kldwrm_jax.capture import Oracle
 from kldwrm_jax.curvature import AveragedFisher, Averages, CachedInverse, Refreshed, StepScalars
 from kldwrm_jax.finite import vdot
 from kldwrm_jax.optimizers import calibration, eager, loss_scale
-from kldwrm_jax.optimizers.clipping import Clip
+from kldwrm_jax.optimizers.clipping import Clip, kl_clip_factor
 from kldwrm_jax.optimizers.direction import Direction, StepInputs, advance
 from kldwrm_jax.optimizers.gradients import Gradients
 from kldwrm_jax.optimizers.inner_problem import InnerProblem, Iterates, Solution
 from kldwrm_jax.optimizers.rejection import check_not_stuck, fade, fits
 from kldwrm_jax.optimizers.same_model import check_same_model
-from kldwrm_jax.optimizers.self_setting import LAST, OFFSET, PROPOSAL, SelfSetting
+from kldwrm_jax.optimizers.self_setting import LAST, OFFSET, PROPOSAL, Fit, SelfSetting
 from kldwrm_jax.optimizers.state import KLDWRMState, increment_if, new_monitor, next_count
 from kldwrm_jax.optimizers.true_size import limit_true_size
 from kldwrm_jax.paths import Leaves, leaves_by_path, leaves_like, replace_leaves
 from kldwrm_jax.replicas import shared_count
+
+_MEASURED = Fit()  # the part of the batch on which a step's true size is measured
 
 
 class Step(NamedTuple):
@@ -46,6 +48,7 @@ class Step(NamedTuple):
     refreshed: Refreshed
     direction: Direction
     s: Leaves  # the step as it is so far
+    size: jax.Array  # float []: its s'F_bar s by the blocks, or more
     finite: jax.Array  # bool []: whether it can be taken
     undo: jax.Array  # bool []: whether the last step is undone in its place
     metrics: dict[str, jax.Array]  # fields of the monitor
@@ -217,6 +220,7 @@ class Member:
             refreshed=refreshed,
             direction=direction,
             s=jax.tree.map(jnp.negative, direction.v),
+            size=direction.size,
             # What is not finite in gradient, pull or direction is not finite in their product.
             finite=jnp.isfinite(direction.size) & (inputs.at.lr >= 0),
             undo=jnp.zeros((), bool),
@@ -255,14 +259,23 @@ class Member:
         size = at.calibration * step.direction.size
         s, kl_clip, block_clip = self.clip.step(step.direction.v, size, at.lr, step.inputs.blocks)
         metrics = step.metrics | {"kl_clip": kl_clip, "block_clip": block_clip}
-        return step._replace(s=s, metrics=metrics)
+        return step._replace(s=s, size=kl_clip**2 * size, metrics=metrics)
 
     def _add_momentum(self, state: KLDWRMState, step: Step) -> Step:
-        r""":math:`s_k + m s_{k-1}`."""
+        r""":math:`s_k + m s_{k-1}`, within the limit, too.
+
+        Its size is at most :math:`(\sqrt{s_k'\bar F s_k} + m \sqrt{s_{k-1}'\bar F s_{k-1}})^2`.
+        """
         if state.last_step is None:
             return step
         last, momentum = leaves_by_path(state.last_step), jnp.asarray(self.momentum, float)
-        return step._replace(s={path: x + momentum * last[path] for path, x in step.s.items()})
+        s = {path: x + momentum * last[path] for path, x in step.s.items()}
+        size = (jnp.sqrt(step.size) + momentum * jnp.sqrt(state.monitor.block_size)) ** 2
+        if self.clip.kl is None:
+            return step._replace(s=s, size=size)
+        factor = kl_clip_factor(jnp.asarray(self.clip.kl, float), size)
+        metrics = step.metrics | {"kl_clip": factor * step.metrics["kl_clip"]}
+        return step._replace(s=optax.tree.scale(factor, s), size=factor**2 * size, metrics=metrics)
 
     def _set_itself(self, setting: SelfSetting, state: KLDWRMState, step: Step) -> Step:
         """A step of proposal, last step and averaged iterates, by what the batches say of them."""
@@ -334,12 +347,11 @@ class Member:
         """Shortens a step whose true divergence is too large; so much of it is remembered."""
         if self.clip.kl is None or self.clip.true_kl is None or self.self_setting is not None:
             return step
-        at, kl_clip = step.inputs.at, step.metrics["kl_clip"]
         factor, ratio = limit_true_size(
             step.s,
-            kl_clip**2 * at.calibration * step.direction.size,
+            step.size,
             jnp.asarray(self.clip.true_kl, float),
-            step.inputs.oracle,
+            step.inputs.oracle.thinned(_MEASURED.examples_of, step.inputs.k),
             state.monitor.kl_ratio,
             # QE's inner solver may have made any step of the one whose size is known.
             self.fisher.refresh_due(state.count) | (self.inner_problem is not None),
@@ -348,6 +360,7 @@ class Member:
         return step._replace(
             direction=step.direction._replace(fisher_v=fisher_v),
             s=optax.tree.scale(factor, step.s),
+            size=factor**2 * step.size,
             metrics=step.metrics | {"true_kl_clip": factor, "kl_ratio": ratio},
         )
 
@@ -383,7 +396,8 @@ class Member:
         finite = step.finite & fits(updates, step.s)
         undo = finite & step.undo
         taken = finite & ~undo & self._ready(state, step)
-        new = step.memory | {"monitor": state.monitor._replace(**step.metrics)}
+        metrics = step.metrics | {"block_size": step.size}
+        new = step.memory | {"monitor": state.monitor._replace(**metrics)}
         if state.last_step is not None:
             new["last_step"] = replace_leaves(state.last_step, step.s)
         old = {name: getattr(state, name) for name in new}

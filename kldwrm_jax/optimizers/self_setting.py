@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kldwrm_jax.arguments import check_count, check_decay, check_fraction
+from kldwrm_jax.arguments import Scalar, check_count, check_decay, check_fraction
 from kldwrm_jax.likelihoods.evidence import Evidence
 from kldwrm_jax.optimizers import calibration, loss_scale
 from kldwrm_jax.optimizers.direction import Direction, StepInputs
@@ -350,9 +350,15 @@ class SelfSetting:
         if self.damping is None:
             return known.damping
         rule, now, first = self.damping, known.damping, known.first_damping
+        every = self._steps_since_the_last_fit(inputs.k, known.fitting)
         moved = rule.move(now, first, judgement.share, known.fitting)
-        due = (inputs.k > 0) & (inputs.k % rule.every == 0)
+        due = (inputs.k > 0) & (inputs.k // rule.every > (inputs.k - every) // rule.every)
         return jnp.where(verdict.harmed, rule.raised(now, first), jnp.where(due, moved, now))
+
+    def _steps_since_the_last_fit(self, k: jax.Array, fitting: jax.Array) -> Scalar:
+        if self.fit.every is not None:
+            return self.fit.every
+        return jnp.where(fitting | (k < _BEGINNING), 1, _SELDOM)
 
     def next_offset(self, set_step: SetStep, v: Leaves, offset: Leaves) -> Leaves:
         """The fast iterate's offset from the mean after the step; none where steps are fitted."""

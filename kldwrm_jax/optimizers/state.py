@@ -25,6 +25,7 @@ class Monitor(NamedTuple):
     kl_clip: jax.Array  # float []: 1 where nothing was clipped
     true_kl_clip: jax.Array  # float []: likewise, of the true divergence
     kl_ratio: jax.Array  # float []: a step's true size per output over the blocks', last measured
+    block_size: jax.Array  # float []: the last step's s'F_bar s by the blocks, or more
     block_clip: jax.Array  # float []: the smallest over all parameters
     contraction: jax.Array  # float []: rho ||I - Mhat||
     wake_ratio: jax.Array  # float []: norm of the wake's pull over that of the gradient
@@ -111,6 +112,7 @@ def diagnostics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       * ``kl_clip``, ``true_kl_clip`` and ``block_clip``: the last step's factors (of the last, the
         smallest);
       * ``kl_ratio``: the true :math:`s'Fs` per output over the blocks' estimate, as last measured;
+      * ``block_size``: what the blocks make of the last step's :math:`s'Fs`, momentum included;
       * ``calibration``: the ratio of the exact to the approximate quadratic KL along the steps;
       * ``contraction``: :math:`\rho \|I - \hat M\|`, below 1 if :math:`\hat g` is to stay bounded;
       * ``wake_ratio``: the norm of the wake's pull over the learning rate times the gradient's;

@@ -21,6 +21,7 @@ KEYS = {
     "kl_clip",
     "true_kl_clip",
     "kl_ratio",
+    "block_size",
     "block_clip",
     "contraction",
     "wake_ratio",

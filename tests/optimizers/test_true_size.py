@@ -15,6 +15,7 @@ from kldwrm_jax.optimizers.true_size import limit_true_size
 
 MEMBERS = {
     "kfac": kw.kfac,
+    "kfac, momentum": functools.partial(kw.kfac, momentum=0.9),
     "so": kw.so_kldwrm,
     "q": kw.q_kldwrm,
     "qe": functools.partial(kw.qe_kldwrm, inner_steps=3),
@@ -67,6 +68,26 @@ def test_the_exact_quadratic_form_of_every_step_is_within_the_limit(small, membe
     assert max(sizes) <= small_nets.OUTPUTS * limit * 1.001
     assert max(sizes) > small_nets.OUTPUTS * limit * 0.999  # it is this limit that holds
     assert kw.diagnostics(state)["true_kl_clip"] < 1
+
+
+def test_momentum_counts_in_the_limit_by_the_blocks(small):
+    """Without it, steps along one direction would have ten times the length of the limit."""
+    limit, damping = 1e-4, 1e-2
+    arguments = {"damping": damping, "kl_clip": limit, "true_kl_clip": None, "refresh_every": 1}
+    tx = kw.kfac(small.layers, 1.0, momentum=0.9, rho=0.5, **arguments)
+    params, state, sizes = small.params, tx.init(small.params), []
+    step = small_nets.jit(small.step(tx))
+    for _ in range(12):
+        before = params
+        params, state = step(params, state, 0)
+        size = 0.0
+        for name, (a, g) in state.factors.items():
+            s = jax.tree.map(jnp.subtract, params[name], before[name])
+            s = jnp.concatenate([s["kernel"], s["bias"][None]])
+            size += jnp.vdot(s, a @ s @ g + damping * s)
+        sizes.append(float(size))
+    assert max(sizes) < 1.2 * limit  # the average moves between two steps
+    assert kw.diagnostics(state)["kl_clip"] < 1
 
 
 class Oracle:
