@@ -5,6 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from kldwrm_jax.arguments import is_known
+
+_LARGE = 2**14  # entries: products of smaller constants are folded in no time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,3 +56,16 @@ class Call:
             leaves.insert(i, leaf)
         args, kwargs = jax.tree.unflatten(treedef, leaves)
         return cls(args, kwargs, variables, rngs, graph)
+
+    def unfolded(self) -> "Call":
+        """The call with large constants of a compiled program behind a barrier.
+
+        Of a batch that a jitted function closes over, XLA would compute ``a'a`` while it compiles:
+        a minute of one core for a thousand rows of 784.
+        """
+        return jax.tree.map(lambda x: jax.lax.optimization_barrier(x) if _folds(x) else x, self)
+
+
+def _folds(x: Any) -> bool:
+    is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+    return is_float and x.size >= _LARGE and is_known(x)

@@ -9,7 +9,7 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
-from kldwrm_jax.arguments import check_choice, check_count
+from kldwrm_jax.arguments import check_choice, check_count, is_known
 from kldwrm_jax.batch_axis import BatchAxis
 from kldwrm_jax.capture.call import Call
 from kldwrm_jax.capture.examples import check_batched
@@ -85,6 +85,7 @@ class Instrumented:
         check_count("micro_batches", micro_batches)
         terms = make_terms(self.likelihood, self.fisher, targets, key, weights, self.axis)
         params, call = self.model.adapter.bind(params, Call(args, kwargs, variables or {}, rngs))
+        call = call if is_known(params) else call.unfolded()
         if micro_batches == 1:
             return Oracle(self.model, terms, params, call)
         return SplitOracle(self.model, terms, params, call, parts=micro_batches)
