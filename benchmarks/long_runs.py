@@ -42,6 +42,12 @@ class Problem:
     network: Callable[[Any], nn.Module]
     learnable: bool = True
 
+    @property
+    def floor(self) -> float:
+        """The least that the loss can be: a Gaussian's logarithm of its normaliser."""
+        outputs = self.y.shape[-1] if isinstance(self.likelihood, kw.Gaussian) else 0
+        return 0.5 * outputs * np.log(2 * np.pi)
+
 
 def dense(*widths: int, activation: Callable = nn.tanh) -> Callable[[Any], nn.Module]:
     """Dense layers with an activation between them."""
@@ -215,7 +221,10 @@ def losses(
     make: Callable[..., Any] = kw.kfac,
     every: int = EVERY,
 ) -> np.ndarray:
-    """The loss on all data, before and every few steps, for every seed: [seeds, measurements]."""
+    """The loss on all data, before and every few steps, for every seed: [seeds, measurements].
+
+    The least that is possible is taken off.
+    """
     problem, dtype = PROBLEMS[case.problem](), jnp.dtype(case.precision)
     x, y = (jnp.asarray(a, dtype if a.dtype.kind == "f" else None) for a in (problem.x, problem.y))
     model, batch = problem.network(dtype), case.batch or len(x)
@@ -244,7 +253,8 @@ def losses(
         _, after = jax.lax.scan(few_steps, (params, tx.init(params)), keys)
         return jnp.concatenate([before[None], after])
 
-    return np.asarray(jax.jit(jax.vmap(train, (0, None, None)))(jnp.arange(seeds), x, y))
+    found = jax.jit(jax.vmap(train, (0, None, None)))(jnp.arange(seeds), x, y)
+    return np.asarray(found, np.float64) - problem.floor
 
 
 def summary(losses: np.ndarray, learnable: bool = True) -> dict[str, float | bool]:
