@@ -3,8 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-# What shows first that a version of JAX, Flax or Optax is not supported: about two minutes.
-CORE := tests/test_paths.py
+# What shows first that a version of JAX, Flax or Optax does not work: two minutes of one core.
+CORE := tests/test_paths.py tests/test_front_ends.py tests/test_train_state.py \
+	tests/capture/test_call.py tests/capture/test_nnx.py \
+	tests/optimizers/test_family.py tests/optimizers/test_natural_gradient.py
 
 .PHONY: demo bench test test-all test-versions test-oldest test-newest outside docs coverage lint \
 	format release clean
