@@ -3,7 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo bench test test-all outside docs coverage lint format clean
+# What shows first that a version of JAX, Flax or Optax does not work: two minutes of one core.
+CORE := tests/test_paths.py tests/test_front_ends.py tests/test_train_state.py \
+	tests/capture/test_call.py tests/capture/test_nnx.py \
+	tests/optimizers/test_family.py tests/optimizers/test_natural_gradient.py
+
+.PHONY: demo bench test test-all test-versions test-oldest test-newest outside docs coverage lint \
+	format release clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -23,7 +29,34 @@ test: $(READY)  ## the default tests, on two workers
 test-all: $(READY)  ## the slow tests too
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-outside: $(READY)  ## the wheel in an empty environment, notebooks in their fast mode, runs killed hard
+test-versions: test-oldest test-newest  ## the core tests on the oldest and the newest dependencies
+
+OLDEST := .venv-oldest/.ready
+NEWEST := .venv-newest/.ready
+
+# Every lower bound of the package's dependencies, as a version: "jax>=0.8.1" becomes "jax==0.8.1".
+$(OLDEST): pyproject.toml
+	$(PYTHON) -m venv --clear .venv-oldest
+	$(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+		print(*(bound.replace(">=", "==") for bound in project["dependencies"]), sep="\n")' \
+		> .venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install --quiet --editable ".[test]" \
+		--constraint .venv-oldest/constraints.txt
+	touch $@
+
+$(NEWEST): pyproject.toml
+	$(PYTHON) -m venv --clear .venv-newest
+	touch $@
+
+test-oldest: $(OLDEST)
+	.ci/core .venv-oldest $(CORE)
+
+test-newest: $(NEWEST)  # what is newest changes without us, so it is asked for every time
+	.venv-newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager \
+		--editable ".[test]"
+	.ci/core .venv-newest $(CORE)
+
+outside: $(READY)  ## wheel and sdist in empty environments, notebooks in their fast mode, runs killed hard
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m outside tests
 
 docs: $(READY)  ## the documentation, in docs/_build/html
@@ -38,9 +71,15 @@ lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+release: $(READY)  ## wheel and sdist in dist/, checked, and tried in empty environments
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	KLDWRM_DIST=dist $(BIN)/python -m pytest -m outside tests/test_package.py
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage build dist docs/_build
+	rm -rf .venv .venv-oldest .venv-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage build dist docs/_build

@@ -1,10 +1,16 @@
 """Sphinx's settings; `make docs` builds with warnings as errors."""
 
-from importlib.metadata import version as _version
+import pathlib
+import tomllib
+
+import kldwrm_jax
+
+_pyproject = tomllib.loads((pathlib.Path(__file__).parent.parent / "pyproject.toml").read_text())
 
 project = "kldwrm_jax"
-copyright = "the authors of kldwrm_jax"
-release = version = _version("kldwrm_jax")
+author = _pyproject["project"]["authors"][0]["name"]
+copyright = author
+release = version = kldwrm_jax.__version__
 
 extensions = [
     "myst_nb",
@@ -13,9 +19,15 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx-mathjax-offline",  # formulas are drawn without a network
 ]
 html_theme = "furo"
-html_title = "kldwrm_jax"
+html_title = f"kldwrm_jax {version}"
+html_theme_options = {
+    "source_repository": _pyproject["project"]["urls"]["Repository"],
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
 exclude_patterns = ["_build", "notebooks/README.md"]
 
 myst_enable_extensions = ["dollarmath", "colon_fence"]

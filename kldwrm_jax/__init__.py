@@ -27,6 +27,8 @@ from kldwrm_jax.optimizers import (
 )
 from kldwrm_jax.train_state import TrainState
 
+__version__ = "0.2.0"
+
 __all__ = [
     "Bernoulli",
     "Categorical",
