@@ -6,7 +6,6 @@ there are fewer rows than parameters, :math:`JJ'` is the smaller matrix, and
 .. math:: (J'J + \gamma I)^{-1} J' = J' (JJ' + \gamma I)^{-1}.
 """
 
-import itertools
 import math
 from collections.abc import Collection
 from typing import NamedTuple
@@ -21,7 +20,6 @@ from kldwrm_jax.paths import Leaves, leaves_by_path, replace_leaves
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 _MOST_BYTES = 4 * 2**30  # of the rows, or of their products
-_STRIPS = 8  # of the Gram matrix, each up to its diagonal: 9/16 of the products of the whole
 
 
 class SampleSpace(NamedTuple):
@@ -41,18 +39,17 @@ class SampleSpace(NamedTuple):
         return {p: jnp.tensordot(y, j, 1, precision=_HIGHEST) for p, j in self.rows.items()}
 
     def gram(self) -> jax.Array:
-        """:math:`JJ'`, whose upper triangle is the lower one's."""
+        """:math:`JJ'`."""
         flat = [j.reshape(j.shape[0], -1) for j in self.rows.values()]
-        n = len(flat[0])
-        cuts = [n * i // _STRIPS for i in range(_STRIPS + 1)]
+        half = len(flat[0]) // 2  # of the two blocks off the diagonal, one is enough
 
-        def strip(start: int, stop: int) -> jax.Array:
-            products = [jnp.matmul(j[start:stop], j[:stop].T, precision=_HIGHEST) for j in flat]
-            return jnp.pad(sum(products[1:], start=products[0]), ((0, 0), (0, n - stop)))
+        def block(a: slice, b: slice) -> jax.Array:
+            products = [jnp.matmul(j[a], j[b].T, precision=_HIGHEST) for j in flat]
+            return sum(products[1:], start=products[0])
 
-        strips = [strip(*own) for own in itertools.pairwise(cuts)]
-        lower = jnp.tril(jnp.concatenate(strips))
-        return lower + jnp.tril(lower, -1).T
+        upper, lower = slice(half), slice(half, None)
+        corner = block(lower, upper)
+        return jnp.block([[block(upper, upper), corner.T], [corner, block(lower, lower)]])
 
 
 def sample_space(oracle: Oracle, paths: Collection[str]) -> SampleSpace:
