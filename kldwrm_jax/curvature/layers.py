@@ -86,6 +86,11 @@ class Layers:
         """Every covered parameter, by its path."""
         return {p.path: p for block in self.blocks for p in block.parameters}
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether there are blocks that are the Fisher itself."""
+        return any(block.block.is_whole for block in self.blocks)
+
     def active(self, leaves: Mapping[str, jax.Array]) -> list[LayerBlock]:
         """The blocks whose parameters are here; others may be masked, but not half of a block."""
         known = self.parameters
@@ -116,9 +121,14 @@ class Layers:
                 paths = ", ".join(repr(parameter.path) for parameter in block.parameters)
                 raise ValueError(
                     f"{paths} share the block {block.name!r}, and only some of them are here: mask "
-                    f"all or none, or instrument with bias='separate'"
+                    f"all or none, or instrument with {self._smaller_blocks}"
                 )
         return found
+
+    @property
+    def _smaller_blocks(self) -> str:
+        """How fewer parameters come to share a block."""
+        return "structure='layer' or 'kronecker'" if self.is_whole else "bias='separate'"
 
     def sum_of_terms(self, factors: Sequence[Mapping[str, Factors]]) -> dict[str, Factors]:
         """The factors of a sum of Fishers, of every block that these have."""
