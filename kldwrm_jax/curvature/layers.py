@@ -21,8 +21,9 @@ class LayerBlock:
       name: its key in ``oracle.factors()``.
       kind: what it belongs to, as shown in the table.
       block: its linear algebra.
-      parameters: kernel and bias for a joint block, a single parameter otherwise.
-      shapes: of its factors, ``(A, G)`` or that of the diagonal alone.
+      parameters: kernel and bias for a joint block, any number for a dense one, a single parameter
+        otherwise.
+      shapes: of its factors, ``(A, G)``, or that of the diagonal or of the dense matrix alone.
       note: why this is less than a full Kronecker block, if it is.
       unseen: whether the likelihood does not see its parameters. Its factors are then ones, and it
         has no part in the divergence of a step.
@@ -128,7 +129,8 @@ class Layers:
     @property
     def _smaller_blocks(self) -> str:
         """How fewer parameters come to share a block."""
-        return "structure='layer' or 'kronecker'" if self.is_whole else "bias='separate'"
+        separate = "bias='separate'"
+        return f"structure='layer', or 'kronecker' and {separate}" if self.is_whole else separate
 
     def sum_of_terms(self, factors: Sequence[Mapping[str, Factors]]) -> dict[str, Factors]:
         """The factors of a sum of Fishers, of every block that these have."""

@@ -171,6 +171,29 @@ def test_the_fisher_of_several_terms_is_their_sum(structure):
 
 
 @each_structure
+def test_terms_may_have_batches_of_different_size(structure):
+    model = nn.Sequential([nn.Dense(4, param_dtype=float), nn.tanh, nn.Dense(1, param_dtype=float)])
+    inside, border = jnp.linspace(0, 1, 7)[:, None], jnp.linspace(2, 3, 3)[:, None]
+    params = model.init(jax.random.key(0), inside)["params"]
+
+    def residuals(params, inside, border):
+        def u(x):
+            return model.apply({"params": params}, x)
+
+        slope = jax.jvp(u, (inside,), (jnp.ones_like(inside),))[1]
+        return {"border": u(border), "inside": slope - u(inside)}
+
+    likelihoods = {"border": kw.Residuals(), "inside": kw.Residuals()}
+    net = kw.instrument(residuals, likelihoods, params, inside, border, structure=structure)
+    for name, f in net.oracle(params, inside, border).factors().items():
+        paths, wanted = paths_of(net, name), 0.0
+        for term in likelihoods:
+            own = lambda params, term=term: residuals(params, inside, border)[term]  # noqa: E731
+            wanted = wanted + brute_force(own, params, paths, kw.Gaussian())
+        assert_close(f, wanted)
+
+
+@each_structure
 def test_models_of_nnx_and_functions_have_the_same_blocks(structure):
     model = nnx.Linear(4, 3, param_dtype=float, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (BATCH, 4))
@@ -290,6 +313,13 @@ def test_dropout_is_refused():
     net = kw.instrument(model, kw.Categorical(), x, rngs=rngs, structure="network")
     with pytest.raises(ValueError, match=r"structure='network' .* dropout"):
         measured(net, params, x, rngs=rngs)
+
+
+def test_a_batch_that_replicas_share_is_refused():
+    net, params, x, _ = made(*CASES["gaussian"], "network", axis_name="batch")
+    factors = jax.pmap(lambda x: net.oracle(params, x).factors(), axis_name="batch")
+    with pytest.raises(ValueError, match=r"structure='network' needs .* axis_name"):
+        factors(x[None])
 
 
 def test_bases_are_refused():

@@ -256,7 +256,7 @@ def test_modes_of_damping_are_refused(problems, structure, mode):
 
 def test_half_a_network_is_refused_and_a_whole_layer_is_not(problems):
     mask = {"first": True, "norm": False, "last": True}
-    with pytest.raises(ValueError, match="structure='layer' or 'kronecker'"):
+    with pytest.raises(ValueError, match="structure='layer', or 'kronecker' and"):
         optax.masked(kw.kfac(problems["network"].layers), mask).init(problems["network"].params)
     problem = problems["layer"]
     tx = optax.masked(kw.kfac(problem.layers, 0.3, refresh_every=1), mask)
