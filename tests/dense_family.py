@@ -1,8 +1,8 @@
 """The family's steps from DESIGN's page of mathematics, with dense matrices, in numpy.
 
 Directions are one long vector; a Fisher is one block-diagonal matrix, put together from what
-``oracle.factors()`` returns. Gradients, factors, jacobians and divergences come from JAX; nothing
-else does.
+``oracle.factors()`` returns, or the whole matrix. Gradients, factors, jacobians and divergences
+come from JAX; nothing else does.
 """
 
 import dataclasses
@@ -44,10 +44,13 @@ class Blocks:
 
     def matrix(self, factors, kron=np.kron, diagonal=np.diag):
         """The whole Fisher; the layers come in the order of their parameters."""
+        if "network" in factors:
+            return factors["network"]
         blocks = {}
         for layer, kind in self.places:
             if layer in factors:
-                blocks[layer] = kron(*factors[layer])
+                own = factors[layer]
+                blocks[layer] = kron(*own) if isinstance(own, tuple) else own
             else:
                 blocks[layer, kind] = diagonal(np.ravel(factors[f"{layer}/{kind}"]))
         return scipy.linalg.block_diag(*blocks.values())

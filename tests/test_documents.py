@@ -16,6 +16,7 @@ TRAINED = {
     "README.md": (1, 0.05),
     "docs/index.md": (1, 0.01),
     "docs/front_ends.md": (2, 0.01),
+    "docs/how_it_works.md": (1, 1e-3),
     "docs/composing.md": (7, 0.1),
     "docs/checkpoints.md": (1, 0.1),
     "docs/derivatives.md": (1, 0.01),

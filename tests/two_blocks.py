@@ -6,7 +6,7 @@ import numpy as np
 import scipy.linalg
 
 from kldwrm_jax.curvature import Diagonal, Kronecker, LayerBlock, Layers, Parameter
-from kldwrm_jax.curvature.layers import MatrixView
+from kldwrm_jax.curvature.parameters import MatrixView
 
 SHAPES = {"dense/kernel": (3, 2), "dense/bias": (2,), "scale": (4,)}
 LAYERS = Layers(

@@ -12,6 +12,7 @@ from flax import nnx
 from kldwrm_jax.arguments import check_choice, check_count, is_known
 from kldwrm_jax.batch_axis import BatchAxis
 from kldwrm_jax.capture.call import Call
+from kldwrm_jax.capture.dense_structure import with_dense_blocks
 from kldwrm_jax.capture.examples import check_batched
 from kldwrm_jax.capture.function import FunctionAdapter
 from kldwrm_jax.capture.layer_call import Options
@@ -133,7 +134,8 @@ def instrument(
     model: nn.Module | nnx.Module | Callable[..., Any],
     likelihood: Any,
     *args: Any,
-    fisher: str = "sampled",
+    structure: str = "kronecker",
+    fisher: str | None = None,
     bias: str = "joint",
     sharing: str = "expand",
     uncovered: str = "diagonal",
@@ -165,8 +167,14 @@ def instrument(
       *args: an example call of the model: arrays or ``jax.ShapeDtypeStruct``. Only shapes matter,
         and the batch size may differ later. For a function, the first argument is its parameters:
         any pytree, whose floating-point leaves are trained.
+      structure: ``"kronecker"``, blocks as above; ``"layer"``, the Fisher of each layer as one
+        dense matrix (of each copy of a stacked layer; a parameter that no rule covers is a layer of
+        its own); or ``"network"``, that of all parameters. Dense blocks are exact and average
+        Fishers, not factors: the propositions as they are written. They are for networks of up to
+        some thousand parameters, whose examples do not depend on each other, without dropout.
       fisher: ``"sampled"`` (labels drawn from the model: the Fisher of the paper's definition),
-        ``"empirical"`` (the data's labels) or ``"exact"`` (the full expectation).
+        ``"empirical"`` (the data's labels) or ``"exact"`` (the full expectation). None is
+        ``"sampled"`` with Kronecker blocks; dense ones are always ``"exact"``.
       bias: ``"joint"`` (kernel and bias in one block) or ``"separate"``.
       sharing: ``"expand"`` (every place where weights are shared is a sample) or ``"reduce"``
         (inputs are averaged, output gradients summed over the axes after the first). Embed always
@@ -227,22 +235,27 @@ def instrument(
       Approximate Curvature for Modern Neural Network Architectures
       <https://arxiv.org/abs/2311.00636>`_, 2023 (``sharing``).
     """
-    check_choice("fisher", fisher, ("sampled", "empirical", "exact"))
+    check_choice("structure", structure, ("kronecker", "layer", "network"))
+    fisher = _fisher_of(structure, fisher)
     check_choice("bias", bias, ("joint", "separate"))
     check_choice("sharing", sharing, ("expand", "reduce"))
     check_choice("uncovered", uncovered, ("diagonal", "error"))
     check_count("max_factor", max_factor)
-    likelihoods, structure = likelihood_leaves(likelihood)
+    options = Options(bias, sharing, max_factor)
+    if structure != "kronecker":
+        _check_no_factors(structure, options)
+    likelihoods, tree = likelihood_leaves(likelihood)
     if output is not None and not callable(output):
         raise ValueError(
             f"output must be a function of what the model returns, such as lambda out: out[0], "
             f"got {output!r}"
         )
-    adapter = _adapter(model, Options(bias, sharing, max_factor))
+    adapter = _adapter(model, options)
     axis, call = BatchAxis.named(axis_name), Call(args, kwargs, variables or {}, rngs)
     batched = check_batched(batched, args[isinstance(adapter, FunctionAdapter) :])
-    found, outputs = _surveyed(adapter, output, call, structure, axis)
+    found, outputs = _surveyed(adapter, output, call, tree, axis)
     found = dataclasses.replace(found, batched=batched)
+    found = found if structure == "kronecker" else with_dense_blocks(found, structure)
     missed = (*found.uncovered, *found.unseen)
     if uncovered == "error" and missed:
         notes = "; ".join(f"{path} ({found.layers[path].note})" for path in missed)
@@ -250,9 +263,32 @@ def instrument(
             f"uncovered='error' and no rule covers {notes}. Pass uncovered='diagonal' to give them "
             f"diagonal blocks, or train them with another optimizer through optax.partition"
         )
-    for own, seen in zip(likelihoods, structure.flatten_up_to(outputs), strict=True):
-        _check_outputs(own, fisher, seen)
+    for own, seen in zip(likelihoods, tree.flatten_up_to(outputs), strict=True):
+        _check_outputs(own, fisher, seen, structure)
     return Instrumented(found.layers, likelihood, fisher, found, axis)
+
+
+def _fisher_of(structure: str, fisher: str | None) -> str:
+    """What ``fisher`` names, or its default."""
+    if fisher is None:
+        return "sampled" if structure == "kronecker" else "exact"
+    check_choice("fisher", fisher, ("sampled", "empirical", "exact"))
+    if structure != "kronecker" and fisher != "exact":
+        raise ValueError(
+            f"structure={structure!r} computes the exact Fisher, from the jacobian of the outputs, "
+            f"got fisher={fisher!r}: leave it out, or use structure='kronecker'"
+        )
+    return fisher
+
+
+def _check_no_factors(structure: str, options: Options) -> None:
+    """An error if anything is said of Kronecker factors where there are none."""
+    for name, given in dataclasses.asdict(options).items():
+        if given != getattr(Options(), name):
+            raise ValueError(
+                f"{name}={given!r} says how Kronecker factors are made, and structure="
+                f"{structure!r} has none: leave it out, or use structure='kronecker'"
+            )
 
 
 def _surveyed(
@@ -277,7 +313,7 @@ def _surveyed(
 _MANY_PASSES = 1000
 
 
-def _check_outputs(likelihood: Likelihood, fisher: str, outputs: Any) -> None:
+def _check_outputs(likelihood: Likelihood, fisher: str, outputs: Any, structure: str) -> None:
     """An error if the likelihood cannot take these outputs, a warning if they make it slow."""
     if outputs.ndim < likelihood.event_ndim:
         raise ValueError(
@@ -286,10 +322,11 @@ def _check_outputs(likelihood: Likelihood, fisher: str, outputs: Any) -> None:
         )
     passes = LikelihoodTerm(likelihood, fisher, None, None, None).backward_passes(outputs)
     if passes > _MANY_PASSES:
+        cheaper = "" if structure == "kronecker" else "structure='kronecker', "
         warnings.warn(
             f"fisher='exact' takes {passes:,} backward passes at every refresh for outputs of "
             f"shape {outputs.shape}, one for each dimension of an event and each position of an "
-            f"example: fisher='sampled' takes one",
+            f"example: {cheaper}fisher='sampled' takes one",
             stacklevel=3,
         )
 

@@ -22,7 +22,7 @@ from kldwrm_jax.curvature.layer_spec import (
     Normalization,
     Shape,
 )
-from kldwrm_jax.curvature.layers import Axes, MatrixView
+from kldwrm_jax.curvature.parameters import Axes, MatrixView
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from kldwrm_jax.capture import layer_call
 from kldwrm_jax.capture.layer_call import LayerCall, Operands
 from kldwrm_jax.curvature.layer_spec import Shape
-from kldwrm_jax.curvature.layers import MatrixView
+from kldwrm_jax.curvature.parameters import MatrixView
 
 Layout = str | tuple[str, str, str]
 Product = Callable[[jax.Array, jax.Array], jax.Array]

@@ -60,6 +60,8 @@ class Model:
     unseen: tuple[str, ...] = ()  # parameters that the likelihood does not see
     mixing: tuple[Path, ...] = ()  # layers in which examples depend on each other
     structure: Structure = ONE  # of the outputs, one for every likelihood
+    # What makes the factors from a batch's oracle and its bases; None if they are made of probes.
+    measure: Callable[[Any, Bases], dict[str, Factors]] | None = None
     batched: Any = None  # the arguments that have examples, as a prefix of them; None if not known
 
     def by_term(self) -> list["Model"]:

@@ -57,7 +57,8 @@ class Oracle:
         Returns:
           ``{"path/to/layer": (A, G)}``, scaled so that ``kron(A, G)`` is the layer's K-FAC block of
           the Fisher of the mean loss, for the row-major flattening of ``[W; b]``; ``(A, G, S)``
-          where a basis was given; one array, shaped like its parameter, for a diagonal block.
+          where a basis was given; one array, shaped like its parameter, for a diagonal block; for
+          a dense block the Fisher, one parameter after another and each flattened by rows.
         """
         bases = bases or NO_BASES
         for name in bases:
@@ -69,7 +70,9 @@ class Oracle:
         return {block.name: made[block.name] for block in self.model.layers}
 
     def _factors_by_term(self, bases: Bases) -> list[dict[str, Factors]]:
-        """Every term's own curvature, of the blocks that the likelihoods see."""
+        """Every term's own curvature, of the blocks that the likelihoods see; or their sum."""
+        if self.model.measure is not None:
+            return [self.model.measure(self, bases)]
         # A pass for each: its backward pass meets the calls of a layer that this term depends on,
         # and no others, so that their rows are averaged, and weighted, as its own.
         models = self.model.by_term()

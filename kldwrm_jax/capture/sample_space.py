@@ -22,6 +22,18 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 _MOST_BYTES = 4 * 2**30  # of the rows, or of their products
 
 
+class Purpose(NamedTuple):
+    """Who asks for the rows, as errors name it."""
+
+    name: str = "kldwrm_jax.natural_gradient"
+    instead: str = "kldwrm_jax.kfac"  # without rows
+    smaller: str = "smaller batches"  # with fewer
+    solves: bool = True  # whether all products of the rows are needed, too
+
+
+NATURAL_GRADIENT = Purpose()
+
+
 class SampleSpace(NamedTuple):
     """The rows of a batch, ordered by term, example, position and column of the root."""
 
@@ -52,15 +64,17 @@ class SampleSpace(NamedTuple):
         return jnp.block([[block(upper, upper), corner.T], [corner, block(lower, lower)]])
 
 
-def sample_space(oracle: Oracle, paths: Collection[str]) -> SampleSpace:
+def sample_space(
+    oracle: Oracle, paths: Collection[str], purpose: Purpose = NATURAL_GRADIENT
+) -> SampleSpace:
     """The space of a batch's samples, and of the parameters at some paths."""
-    _check_independent(oracle)
+    _check_independent(oracle, purpose)
     leaves = {path: x for path, x in leaves_by_path(oracle.params).items() if path in paths}
     outputs = [own.astype(float) for _, own in oracle.terms.by_term(oracle.outputs(oracle.params))]
     roots = [term.fisher_root(own) for term, own in zip(oracle.terms.each, outputs, strict=True)]
-    _check_memory(roots, oracle, leaves)
+    _check_memory(roots, oracle, leaves, purpose)
     by_term = [
-        _jacobian(oracle, model, leaves, root, term.likelihood.event_ndim)
+        _jacobian(oracle, model, leaves, root, term.likelihood.event_ndim, purpose.name)
         for model, root, term in zip(oracle.model.by_term(), roots, oracle.terms.each, strict=True)
     ]
     errors = [_errors(*own) for own in zip(oracle.terms.each, outputs, roots, strict=True)]
@@ -72,7 +86,7 @@ def sample_space(oracle: Oracle, paths: Collection[str]) -> SampleSpace:
 
 
 def _jacobian(
-    oracle: Oracle, model: Model, leaves: Leaves, root: jax.Array, event_ndim: int
+    oracle: Oracle, model: Model, leaves: Leaves, root: jax.Array, event_ndim: int, name: str
 ) -> Leaves:
     """The rows of one term, example by example."""
     batch, shape = root.shape[1], root.shape[1:]
@@ -87,7 +101,7 @@ def _jacobian(
         if out.shape != (1, *shape[1:]):
             raise ValueError(
                 f"the outputs of one example have shape {out.shape}, and those of the batch "
-                f"{shape}: kldwrm_jax.natural_gradient needs the examples along the first axis of "
+                f"{shape}: {name} needs the examples along the first axis of "
                 f"the model's arguments and of its outputs"
             )
         cotangents = _one_position_each(own_root, event_ndim)
@@ -120,29 +134,29 @@ def _errors(term: LikelihoodTerm, outputs: jax.Array, root: jax.Array) -> jax.Ar
     return jnp.matmul(jnp.linalg.pinv(columns), slope, precision=_HIGHEST).reshape(-1)
 
 
-def _check_independent(oracle: Oracle) -> None:
+def _check_independent(oracle: Oracle, purpose: Purpose) -> None:
     """An error where examples can not be taken one by one."""
     if oracle.model.mixing:
         layers = ", ".join(repr("/".join(path) or "root") for path in oracle.model.mixing)
         raise ValueError(
-            f"kldwrm_jax.natural_gradient needs examples that do not depend on each other, and "
+            f"{purpose.name} needs examples that do not depend on each other, and "
             f"they do in {layers}, which normalises over the batch: evaluate it with "
-            f"use_running_average=True, or use kldwrm_jax.kfac"
+            f"use_running_average=True, or use {purpose.instead}"
         )
     if jax.tree.leaves(oracle.call.rngs):
         raise ValueError(
-            "kldwrm_jax.natural_gradient takes examples one by one, whose dropout masks would not "
-            "be those of the batch: call the model in its deterministic mode and leave rngs out of "
-            "net.oracle(...), or use kldwrm_jax.kfac"
+            f"{purpose.name} takes examples one by one, whose dropout masks would not be those of "
+            f"the batch: call the model in its deterministic mode and leave rngs out of "
+            f"net.oracle(...), or use {purpose.instead}"
         )
     if oracle.terms.axis.names:
         raise ValueError(
-            f"kldwrm_jax.natural_gradient solves in the space of the whole batch, which axis_name="
+            f"{purpose.name} needs the rows of the whole batch, which axis_name="
             f"{oracle.terms.axis.names!r} splits: shard the batch under jax.jit instead"
         )
 
 
-def _check_memory(roots: list[jax.Array], oracle: Oracle, leaves: Leaves) -> None:
+def _check_memory(roots: list[jax.Array], oracle: Oracle, leaves: Leaves, purpose: Purpose) -> None:
     """An error before matrices are made that would not fit."""
     terms = oracle.terms.each
     rows = sum(
@@ -150,11 +164,12 @@ def _check_memory(roots: list[jax.Array], oracle: Oracle, leaves: Leaves) -> Non
         for term, root in zip(terms, roots, strict=True)
     )
     parameters = sum(math.prod(x.shape) for x in leaves.values())
-    needed = jnp.zeros((), float).dtype.itemsize * rows * max(rows, parameters)
+    columns = max(rows, parameters) if purpose.solves else parameters
+    needed = jnp.zeros((), float).dtype.itemsize * rows * columns
     if needed > _MOST_BYTES:
         raise ValueError(
             f"{rows:,} rows (samples x columns of the root of their outputs' Fisher) and "
             f"{parameters:,} parameters make a matrix of {needed / 2**30:.1f} GiB, and "
-            f"kldwrm_jax.natural_gradient makes none above {_MOST_BYTES / 2**30:.0f}: use smaller "
-            f"batches, or kldwrm_jax.kfac"
+            f"{purpose.name} makes none above {_MOST_BYTES / 2**30:.0f}: use {purpose.smaller}, "
+            f"or {purpose.instead}"
         )

@@ -7,13 +7,15 @@ from kldwrm_jax.curvature.averaging import (
     Refreshed,
     unchanged,
 )
-from kldwrm_jax.curvature.blocks import Block, Dense, Diagonal, Kronecker, average
+from kldwrm_jax.curvature.blocks import Block, Diagonal, Kronecker, average
 from kldwrm_jax.curvature.decompositions import decompose
+from kldwrm_jax.curvature.dense import Dense
 from kldwrm_jax.curvature.devices import Devices
 from kldwrm_jax.curvature.inverse import Inverse
-from kldwrm_jax.curvature.layers import LayerBlock, Layers, Parameter, per_block
+from kldwrm_jax.curvature.layers import LayerBlock, Layers, per_block
 from kldwrm_jax.curvature.monitors import AveragingError, averaging_error, contraction
 from kldwrm_jax.curvature.outliers import judge_outlier, traces
+from kldwrm_jax.curvature.parameters import Parameter
 from kldwrm_jax.curvature.sides import LowRank
 from kldwrm_jax.curvature.solvers import (
     DampingMode,

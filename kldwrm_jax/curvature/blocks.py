@@ -6,7 +6,8 @@ states and cross ``jit`` as they are. Three kinds share one small interface (:cl
 - :class:`Kronecker`: factors ``(A, G)`` for :math:`F = A \otimes G`, acting on a matrix ``V`` of
   inputs x outputs as :math:`A V G`. A side that is too large is kept as its diagonal, a vector.
 - :class:`Diagonal`: factors ``d``, acting elementwise.
-- :class:`Dense`: factors ``F`` itself, acting on vectors. Exact, for small problems and for tests.
+- :class:`~kldwrm_jax.curvature.dense.Dense`: factors ``F`` itself, acting on vectors. Exact, for
+  small networks.
 
 What a block does is said in terms of its *sides* (:mod:`kldwrm_jax.curvature.sides`): two for a
 Kronecker product, one for the others. Inverses and bases are made side by side, for many blocks at
@@ -15,20 +16,44 @@ stacks of independent blocks: scanned layers, groups of a convolution.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from kldwrm_jax.arguments import Scalar
-from kldwrm_jax.curvature.sides import Basis, Matrix, Side, Vector, Weight, side_of
+from kldwrm_jax.curvature.parameters import Parameter
+from kldwrm_jax.curvature.sides import Basis, Matrix, Side, Vector, side_of
+from kldwrm_jax.curvature.statistics import sum_of_products
 
 Factors = Any  # a pytree of arrays, whose structure the block knows
 
 
 class Block(Protocol):
     """What every kind of block can do. ``f`` are its factors, ``v`` a direction of its shape."""
+
+    @property
+    def inverted(self) -> tuple[type[Side], ...]:
+        """The forms of its factors, if they are inverted copy by copy; none if elementwise."""
+        ...
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the Fisher itself, which is damped and inverted as it is."""
+        ...
+
+    def gather(self, parameters: Sequence[Parameter], leaves: Mapping[str, jax.Array]) -> jax.Array:
+        """The direction that it acts on, from the leaves of its parameters."""
+        ...
+
+    def scatter(self, parameters: Sequence[Parameter], v: jax.Array) -> dict[str, jax.Array]:
+        """The inverse of :meth:`gather`."""
+        ...
+
+    def sum_of_terms(self, factors: Sequence[Factors]) -> Factors:
+        """The factors of a sum of Fishers, from those of each."""
+        ...
 
     def split(self, f: Factors) -> tuple[tuple[type[Side], Any], ...]:
         """Every side's form, and what represents it in ``f`` (in a basis, in an inverse)."""
@@ -81,6 +106,41 @@ class Kronecker:
 
     a_diagonal: bool = False
     g_diagonal: bool = False
+
+    @property
+    def inverted(self) -> tuple[type[Side], ...]:
+        """Inputs, outputs."""
+        return tuple(Vector if own else Matrix for own in self._diagonal)
+
+    @property
+    def is_whole(self) -> bool:
+        """It approximates the layer's Fisher."""
+        return False
+
+    @property
+    def _diagonal(self) -> tuple[bool, bool]:
+        return self.a_diagonal, self.g_diagonal
+
+    def gather(self, parameters: Sequence[Parameter], leaves: Mapping[str, jax.Array]) -> jax.Array:
+        """The kernel as a matrix, with the bias for its last row."""
+        matrices = [p.to_matrix(leaves[p.path]) for p in parameters]
+        return matrices[0] if len(matrices) == 1 else jnp.concatenate(matrices, axis=-2)
+
+    def scatter(self, parameters: Sequence[Parameter], v: jax.Array) -> dict[str, jax.Array]:
+        """Kernel and bias."""
+        if len(parameters) == 1:
+            return {parameters[0].path: parameters[0].from_matrix(v)}
+        kernel, bias = parameters
+        return {
+            kernel.path: kernel.from_matrix(v[..., :-1, :]),
+            bias.path: bias.from_matrix(v[..., -1:, :]),
+        }
+
+    def sum_of_terms(self, factors: Sequence[Factors]) -> Factors:
+        """The product with the partial traces of the sum; of EK-FAC's scalings, their sum."""
+        one = sum_of_products([(own[0], own[1]) for own in factors], self._diagonal)
+        scalings = [own[2] for own in factors if len(own) > 2]
+        return (*one, sum(scalings[1:], start=scalings[0])) if scalings else one
 
     def split(self, f: Factors) -> tuple[tuple[type[Side], Any], ...]:
         """Inputs, outputs."""
@@ -158,6 +218,28 @@ class Diagonal:
       [0.5, 0.25]
     """
 
+    @property
+    def inverted(self) -> tuple[type[Side], ...]:
+        """It acts elementwise."""
+        return ()
+
+    @property
+    def is_whole(self) -> bool:
+        """It approximates the parameter's Fisher."""
+        return False
+
+    def gather(self, parameters: Sequence[Parameter], leaves: Mapping[str, jax.Array]) -> jax.Array:
+        """The parameter itself."""
+        return leaves[parameters[0].path]
+
+    def scatter(self, parameters: Sequence[Parameter], v: jax.Array) -> dict[str, jax.Array]:
+        """The parameter itself."""
+        return {parameters[0].path: v}
+
+    def sum_of_terms(self, factors: Sequence[Factors]) -> Factors:
+        """Their sum."""
+        return jnp.sum(jnp.stack(factors), axis=0)
+
     def split(self, f: Factors) -> tuple[tuple[type[Side], Any], ...]:
         """The diagonal."""
         return ((Vector, f),)
@@ -191,58 +273,6 @@ class Diagonal:
     def pencil_norm(self, basis: Basis) -> jax.Array:
         """The largest ratio of the two diagonals."""
         return jnp.max(basis.values)
-
-
-@dataclasses.dataclass(frozen=True)
-class Dense:
-    """The whole matrix, on vectors: exact natural gradient for small problems.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from kldwrm_jax.curvature import Dense, decompose
-      >>> block, f = Dense(), jnp.array([[3.0, 2.0], [2.0, 1.0]])
-      >>> damped = block.damp(f, 1.0)  # [[4, 2], [2, 2]]
-      >>> (inverse,) = decompose(lambda side: side.inverse, [block], [damped])
-      >>> block.multiply(inverse, jnp.array([4.0, 0.0])).tolist()
-      [2.0, -2.0]
-    """
-
-    def split(self, f: Factors) -> tuple[tuple[type[Side], Any], ...]:
-        """The matrix."""
-        return ((Matrix, f),)
-
-    def join(self, sides: Sequence[Any]) -> Factors:
-        """The matrix."""
-        return sides[0]
-
-    def multiply(self, f: Factors, v: jax.Array) -> jax.Array:
-        """``F v``."""
-        return Matrix.left(f, v[..., None])[..., 0]
-
-    def scale(self, f: Factors, c: Scalar) -> Factors:
-        """``c F``."""
-        return c * f
-
-    def damp(self, f: Factors, damping: Scalar) -> Factors:
-        """``F + damping I``: both modes of damping agree here."""
-        return f + damping * jnp.eye(f.shape[-1], dtype=f.dtype)
-
-    def eigen_solve(
-        self, basis: Basis, v: jax.Array, damping: Scalar, c: Scalar = 1.0
-    ) -> jax.Array:
-        """``(c F + damping I)^-1 v``."""
-        return self._weighted(basis, v, lambda values: 1 / (c * values + damping))
-
-    def pencil_solve(self, basis: Basis, v: jax.Array, weight: Scalar) -> jax.Array:
-        """``(F_bar + weight B)^-1 v``."""
-        return self._weighted(basis, v, lambda values: 1 / (1 + weight * values))
-
-    def pencil_norm(self, basis: Basis) -> jax.Array:
-        """The largest generalised eigenvalue over all stacked blocks."""
-        return jnp.max(basis.values)
-
-    def _weighted(self, basis: Basis, v: jax.Array, weight: Weight) -> jax.Array:
-        return Matrix.weigh(basis, v[..., None], lambda values: weight(values)[..., None])[..., 0]
 
 
 def average(f_bar: Factors, f: Factors, rho: Scalar) -> Factors:

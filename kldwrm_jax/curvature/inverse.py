@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from kldwrm_jax.arguments import Scalar, check_choice, check_count
-from kldwrm_jax.curvature.blocks import Block, Diagonal, Factors
+from kldwrm_jax.curvature.blocks import Block, Factors
 from kldwrm_jax.curvature.decompositions import decompose
 from kldwrm_jax.curvature.devices import Devices
 from kldwrm_jax.curvature.layers import LayerBlock
@@ -42,7 +42,7 @@ class Inverse:
         eigenvectors are computed, by subspace iteration from the previous ones, and the rest of the
         spectrum is replaced by its mean. For wide layers, where a full decomposition is too
         expensive. ``"auto"`` decides for every side by itself: full up to a width of 2048, and
-        randomized of rank 512 above.
+        randomized of rank 512 above; dense blocks are always full.
       rank: how many eigenvectors ``"randomized"`` keeps.
       mesh: a mesh whose devices share the decompositions out: each does some of the matrices, and a
         sum over the devices distributes the results. With None, each device does all of them,
@@ -98,13 +98,13 @@ class Inverse:
         r"""Whether :math:`B_k = \bar F_k` on every step."""
         if self.stagger or self.method == "randomized":
             return True
-        widths = (width for block in blocks for width in _widths(block))
-        return any(self.rank_at(width) is not None for width in widths)
+        sides = ((own.block, width) for own in blocks for width in _widths(own))
+        return any(self.rank_at(block, width) is not None for block, width in sides)
 
-    def rank_at(self, width: int) -> int | None:
+    def rank_at(self, block: Block, width: int) -> int | None:
         """How many eigenvectors are kept of a side; None if its decomposition is full."""
         if self.method == "auto":
-            return _RANK if width > _WIDEST_FULL else None
+            return _RANK if width > _WIDEST_FULL and not block.is_whole else None
         return self.rank if self.rank is not None and width > self.rank else None
 
     def make(
@@ -130,7 +130,7 @@ class Inverse:
         before = [None] * len(sides) if cache is None else [x for _, x in block.split(cache)]
 
         def start(side: type[Side], x: Any, known: Any) -> Subspace | None:
-            rank = self.rank_at(x.shape[-1]) if side is Matrix else None
+            rank = self.rank_at(block, x.shape[-1]) if side is Matrix else None
             if rank is None:
                 return None
             return start_subspace(x, rank, getattr(known, "vectors", None))
@@ -177,27 +177,19 @@ def slots(blocks: Sequence[LayerBlock], period: int) -> list[InversionSlot]:
 
 def _copies(block: LayerBlock) -> int:
     """Independent matrices along the first axis of each factor."""
-    if isinstance(block.block, Diagonal):
+    if not block.block.inverted:
         return 1
-    lone = 1 if block.block.a_diagonal else 2
+    lone = 2 if block.block.inverted[0] is Matrix else 1
     return block.shapes[0][0] if len(block.shapes[0]) > lone else 1
 
 
 def _work(block: LayerBlock) -> int:
     """Flops of the decompositions, up to a constant."""
-    if isinstance(block.block, Diagonal):
-        return 0
-    return sum(
-        math.prod(shape) * (1 if diagonal else shape[-1])
-        for shape, diagonal in zip(
-            block.shapes, (block.block.a_diagonal, block.block.g_diagonal), strict=True
-        )
-    )
+    sides = zip(block.block.inverted, block.shapes, strict=False)
+    return sum(math.prod(shape) * (shape[-1] if side is Matrix else 1) for side, shape in sides)
 
 
 def _widths(block: LayerBlock) -> list[int]:
     """Of the sides that are full matrices."""
-    if isinstance(block.block, Diagonal):
-        return []
-    diagonal = block.block.a_diagonal, block.block.g_diagonal
-    return [s[-1] for s, no_matrix in zip(block.shapes, diagonal, strict=True) if not no_matrix]
+    sides = zip(block.block.inverted, block.shapes, strict=False)
+    return [shape[-1] for side, shape in sides if side is Matrix]

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from kldwrm_jax.curvature import statistics
 from kldwrm_jax.curvature.blocks import Diagonal, Kronecker
-from kldwrm_jax.curvature.layers import Axes, LayerBlock
+from kldwrm_jax.curvature.layers import LayerBlock
+from kldwrm_jax.curvature.parameters import Axes
 
 Shape = tuple[int, ...]
 Arrays = dict[str, jax.Array]  # statistics or constants, by name

@@ -9,99 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kldwrm_jax.curvature.blocks import Diagonal, Factors, Kronecker
-from kldwrm_jax.curvature.statistics import sum_of_products
-
-Axes = tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class MatrixView:
-    """How an array is read as a matrix of inputs x outputs, or as one matrix per group.
-
-    Args:
-      shape: the array's shape, with an axis that holds both groups and features split in two.
-      group_axes: axes of ``shape`` that number independent matrices (groups of a convolution).
-      input_axes: axes of ``shape`` that make up the rows, slowest first.
-      output_axes: axes of ``shape`` that make up the columns, slowest first.
-    """
-
-    shape: tuple[int, ...]
-    group_axes: Axes = ()
-    input_axes: Axes = ()
-    output_axes: Axes = ()
-
-    @property
-    def inputs(self) -> int:
-        """Number of rows."""
-        return math.prod(self.shape[axis] for axis in self.input_axes)
-
-    @property
-    def outputs(self) -> int:
-        """Number of columns."""
-        return math.prod(self.shape[axis] for axis in self.output_axes)
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """``(number of groups,)``, or ``()`` for a single matrix."""
-        count = math.prod(self.shape[axis] for axis in self.group_axes)
-        return (count,) if self.group_axes else ()
-
-    def read(self, x: jax.Array, stack: tuple[int, ...] = ()) -> jax.Array:
-        """``(*stack, *array)`` as ``(*stack, [groups,] inputs, outputs)``."""
-        x = x.reshape(stack + self.shape).transpose(self._order(len(stack)))
-        return x.reshape(*stack, *self.groups, self.inputs, self.outputs)
-
-    def write(self, m: jax.Array, stack: tuple[int, ...] = ()) -> jax.Array:
-        """The inverse of :meth:`read`, up to a reshape."""
-        order = self._order(len(stack))
-        m = m.reshape([(stack + self.shape)[axis] for axis in order])
-        return m.transpose(sorted(range(len(order)), key=order.__getitem__))
-
-    def _order(self, stacked: int) -> Axes:
-        own = self.group_axes + self.input_axes + self.output_axes
-        return (*range(stacked), *(stacked + axis for axis in own))
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """Where a parameter sits in the model, and how it is read as a matrix.
-
-    Args:
-      path: its place in the parameters, ``"path/to/layer/kernel"``.
-      shape: its shape.
-      stack: the axes along which independent copies of the layer are stacked.
-      view: one copy as a matrix; unused by a diagonal block.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    stack: Axes = ()
-    view: MatrixView = MatrixView(())
-
-    @property
-    def size(self) -> int:
-        """Number of entries."""
-        return math.prod(self.shape)
-
-    @property
-    def stacked(self) -> tuple[int, ...]:
-        """Lengths of the stack."""
-        return tuple(self.shape[axis] for axis in self.stack)
-
-    def to_matrix(self, x: jax.Array) -> jax.Array:
-        """The parameter as ``(*stack, [groups,] inputs, outputs)``."""
-        return self.view.read(jnp.moveaxis(x, self.stack, range(len(self.stack))), self.stacked)
-
-    def from_matrix(self, m: jax.Array) -> jax.Array:
-        """The inverse of :meth:`to_matrix`."""
-        own = tuple(n for axis, n in enumerate(self.shape) if axis not in self.stack)
-        x = self.view.write(m, self.stacked).reshape(self.stacked + own)
-        return jnp.moveaxis(x, range(len(self.stack)), self.stack)
-
-    def per_slice(self, x: jax.Array) -> Axes:
-        """The axes of one copy of the layer: all but the stack."""
-        return tuple(axis for axis in range(x.ndim) if axis not in self.stack)
+from kldwrm_jax.curvature.blocks import Block, Factors
+from kldwrm_jax.curvature.parameters import Parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +21,9 @@ class LayerBlock:
       name: its key in ``oracle.factors()``.
       kind: what it belongs to, as shown in the table.
       block: its linear algebra.
-      parameters: kernel and bias for a joint block, a single parameter otherwise.
-      shapes: of its factors, ``(A, G)`` or that of the diagonal alone.
+      parameters: kernel and bias for a joint block, any number for a dense one, a single parameter
+        otherwise.
+      shapes: of its factors, ``(A, G)``, or that of the diagonal or of the dense matrix alone.
       note: why this is less than a full Kronecker block, if it is.
       unseen: whether the likelihood does not see its parameters. Its factors are then ones, and it
         has no part in the divergence of a step.
@@ -121,7 +31,7 @@ class LayerBlock:
 
     name: str
     kind: str
-    block: Kronecker | Diagonal
+    block: Block
     parameters: tuple[Parameter, ...]
     shapes: tuple[tuple[int, ...], ...]
     note: str = ""
@@ -137,40 +47,17 @@ class LayerBlock:
         """Number of entries in the factors."""
         return sum(math.prod(shape) for shape in self.shapes)
 
-    def factors_like(self, shapes: tuple[jax.Array, ...]) -> Factors:
+    def factors_like(self, arrays: tuple[jax.Array, ...]) -> Factors:
         """Arrays, one for each of ``shapes``, as this block's factors."""
-        return shapes[0] if isinstance(self.block, Diagonal) else shapes
-
-    def sum_of_terms(self, factors: Sequence[Factors]) -> Factors:
-        """The factors of a sum of Fishers, from those of each."""
-        if len(factors) == 1:
-            return factors[0]
-        if isinstance(self.block, Diagonal):
-            return jnp.sum(jnp.stack(factors), axis=0)
-        diagonal = (self.block.a_diagonal, self.block.g_diagonal)
-        one = sum_of_products([(own[0], own[1]) for own in factors], diagonal)
-        scalings = [own[2] for own in factors if len(own) > 2]  # EK-FAC's
-        return (*one, sum(scalings[1:], start=scalings[0])) if scalings else one
+        return self.block.join(arrays)
 
     def gather(self, leaves: Mapping[str, jax.Array]) -> jax.Array:
         """The direction that the block acts on, from the parameters' leaves."""
-        own = [leaves[parameter.path] for parameter in self.parameters]
-        if isinstance(self.block, Diagonal):
-            return own[0]
-        matrices = [p.to_matrix(x) for p, x in zip(self.parameters, own, strict=True)]
-        return matrices[0] if len(matrices) == 1 else jnp.concatenate(matrices, axis=-2)
+        return self.block.gather(self.parameters, leaves)
 
     def scatter(self, v: jax.Array) -> dict[str, jax.Array]:
         """The inverse of :meth:`gather`."""
-        if isinstance(self.block, Diagonal):
-            return {self.parameters[0].path: v}
-        if len(self.parameters) == 1:
-            return {self.parameters[0].path: self.parameters[0].from_matrix(v)}
-        kernel, bias = self.parameters
-        return {
-            kernel.path: kernel.from_matrix(v[..., :-1, :]),
-            bias.path: bias.from_matrix(v[..., -1:, :]),
-        }
+        return self.block.scatter(self.parameters, v)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +86,11 @@ class Layers:
     def parameters(self) -> dict[str, Parameter]:
         """Every covered parameter, by its path."""
         return {p.path: p for block in self.blocks for p in block.parameters}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there are blocks that are the Fisher itself."""
+        return any(block.block.is_whole for block in self.blocks)
 
     def active(self, leaves: Mapping[str, jax.Array]) -> list[LayerBlock]:
         """The blocks whose parameters are here; others may be masked, but not half of a block."""
@@ -230,14 +122,22 @@ class Layers:
                 paths = ", ".join(repr(parameter.path) for parameter in block.parameters)
                 raise ValueError(
                     f"{paths} share the block {block.name!r}, and only some of them are here: mask "
-                    f"all or none, or instrument with bias='separate'"
+                    f"all or none, or instrument with {self._smaller_blocks}"
                 )
         return found
 
+    @property
+    def _smaller_blocks(self) -> str:
+        """How fewer parameters come to share a block."""
+        separate = "bias='separate'"
+        return f"structure='layer', or 'kronecker' and {separate}" if self.is_whole else separate
+
     def sum_of_terms(self, factors: Sequence[Mapping[str, Factors]]) -> dict[str, Factors]:
         """The factors of a sum of Fishers, of every block that these have."""
+        if len(factors) == 1:
+            return dict(factors[0])
         known = [block for block in self.blocks if block.name in factors[0]]
-        return {b.name: b.sum_of_terms([own[b.name] for own in factors]) for b in known}
+        return {b.name: b.block.sum_of_terms([own[b.name] for own in factors]) for b in known}
 
     @property
     def state_bytes(self) -> int:

@@ -1,8 +1,11 @@
 """The solver and the damping that an optimizer's arguments ask for."""
 
+from typing import Any
+
 from kldwrm_jax.arguments import check_choice
 from kldwrm_jax.curvature.devices import Devices
 from kldwrm_jax.curvature.inverse import Inverse
+from kldwrm_jax.curvature.layers import Layers
 from kldwrm_jax.curvature.solvers import (
     DampingMode,
     ExactSolver,
@@ -16,6 +19,17 @@ _MODES: dict[str, type[ProductDamping] | type[FactoredDamping]] = {
     "product": ProductDamping,
     "factored": FactoredDamping,
 }
+
+
+def check_damping_mode(layers: Any, mode: str | None) -> None:
+    """An error if a mode of damping is asked for where there is one only."""
+    if mode is None or not isinstance(layers, Layers) or not layers.is_whole:
+        return
+    raise ValueError(
+        f"damping_mode={mode!r} says how Kronecker products are damped, and these layers have "
+        f"dense blocks, to which damping is added as it is: leave damping_mode out, or use "
+        f"instrument(..., structure='kronecker')"
+    )
 
 
 def damping_mode_of(mode: str | None, inverse: Inverse) -> DampingMode:

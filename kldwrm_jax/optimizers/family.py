@@ -21,7 +21,11 @@ import optax
 
 from kldwrm_jax.arguments import check_choice
 from kldwrm_jax.curvature import AveragedFisher, Inverse, Layers, LinearSolver
-from kldwrm_jax.curvature.solver_choice import damping_mode_of, quadratic_solver_of
+from kldwrm_jax.curvature.solver_choice import (
+    check_damping_mode,
+    damping_mode_of,
+    quadratic_solver_of,
+)
 from kldwrm_jax.optimizers.clipping import Clip
 from kldwrm_jax.optimizers.inner_problem import InnerProblem
 from kldwrm_jax.optimizers.member import Member
@@ -68,7 +72,8 @@ def kfac(
       rho: decay of the factors' average, once a refresh.
       damping_mode: ``"product"``: :math:`(\bar F + \gamma I)^{-1}` exactly, by
         eigendecompositions; ``"factored"``: :math:`\sqrt\gamma` on each factor, cheaper. None is
-        ``"product"`` with a learning rate, ``"factored"`` without.
+        ``"product"`` with a learning rate, ``"factored"`` without. Dense blocks have one mode,
+        :math:`\bar F + \gamma I`: leave it out.
       refresh_every: steps between two refreshes of factors and inverses.
       inverse: how and when inverses are made.
       kl_clip: limit of the step's quadratic divergence, :math:`s'\bar F s`; None turns it off.
@@ -112,6 +117,7 @@ def kfac(
       <https://arxiv.org/abs/1503.05671>`_, 2015; Puiu, `Rethinking Exponential Averaging of the
       Fisher <https://arxiv.org/abs/2204.04718>`_, 2022.
     """
+    check_damping_mode(layers, damping_mode)
     rule = step_rule(learning_rate, momentum, damping, damping_mode, fit, kl_clip, mu=1)
     solver = LinearSolver(damping_mode_of(rule.damping_mode, inverse))
     return Member(
@@ -196,6 +202,7 @@ def so_kldwrm(
       Puiu, `Rethinking Exponential Averaging of the Fisher <https://arxiv.org/abs/2204.04718>`_,
       2022, section 4.2.
     """
+    check_damping_mode(layers, damping_mode)
     rule = step_rule(learning_rate, momentum, damping, damping_mode, fit, kl_clip, mu=1)
     solver = LinearSolver(damping_mode_of(rule.damping_mode, inverse))
     return Member(
@@ -284,6 +291,7 @@ def q_kldwrm(
       Puiu, `Rethinking Exponential Averaging of the Fisher <https://arxiv.org/abs/2204.04718>`_,
       2022, section 4.3 and supplement, sections 5 and 7.
     """
+    check_damping_mode(layers, damping_mode)
     rule = step_rule(learning_rate, momentum, damping, damping_mode, fit, kl_clip, mu=2)
     quadratic = quadratic_solver_of(solver, rule.damping_mode, inverse)
     return Member(
@@ -402,6 +410,7 @@ def qe_kldwrm(
             "inner must be 'preconditioned' where the step sets itself, got 'sgd', whose steps are "
             "in units of the learning rate: pass one, or leave inner out"
         )
+    check_damping_mode(layers, damping_mode)
     rule = step_rule(learning_rate, momentum, damping, damping_mode, fit, kl_clip, mu=2)
     quadratic = quadratic_solver_of(solver, rule.damping_mode, inverse)
     clip = Clip(rule.kl_clip, block_clip, true_kl_clip)

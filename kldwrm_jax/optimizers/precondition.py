@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from kldwrm_jax.curvature import AveragedFisher, Inverse, Layers, LinearSolver
-from kldwrm_jax.curvature.solver_choice import damping_mode_of
+from kldwrm_jax.curvature.solver_choice import check_damping_mode, damping_mode_of
 from kldwrm_jax.optimizers.clipping import Clip
 from kldwrm_jax.optimizers.member import Member
 
@@ -56,6 +56,7 @@ def precondition(
       >>> bool(loss < 0.5)
       True
     """
+    check_damping_mode(layers, damping_mode)
     solver = LinearSolver(damping_mode_of(damping_mode, inverse))
     newton_step = Member(
         fisher=AveragedFisher(layers, solver, rho, refresh_every, inverse),

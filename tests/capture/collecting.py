@@ -6,7 +6,7 @@ import numpy as np
 
 from kldwrm_jax.capture.layer_call import Operands, Options, matrix_product
 from kldwrm_jax.capture.observe import Collector, observe
-from kldwrm_jax.curvature.layers import MatrixView
+from kldwrm_jax.curvature.parameters import MatrixView
 
 
 def product(inputs=3, outputs=2, groups=None, biased=True, **options):

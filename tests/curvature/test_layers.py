@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kldwrm_jax.curvature import Diagonal, Kronecker, LayerBlock, Layers, Parameter
-from kldwrm_jax.curvature.layers import MatrixView
+from kldwrm_jax.curvature.parameters import MatrixView
 
 DENSE_KERNEL = Parameter("dense/kernel", (3, 4), view=MatrixView((3, 4), (), (0,), (1,)))
 DENSE_BIAS = Parameter("dense/bias", (4,), view=MatrixView((4,), output_axes=(0,)))
