@@ -155,8 +155,8 @@ def natural_gradient(
     return optax.chain(solved, optax.clip_by_global_norm(norm))
 
 
-# By the deviation of the local energy after ten seconds, 0.03 and 0.1 are alike for Adam, and better
-# than 0.01 (three seeds); for natural_gradient 0.3 was better than 0.1 (one seed).
+# By the deviation of the local energy after ten seconds, 0.03 and 0.1 are alike for Adam, and
+# better than 0.01 (three seeds); for natural_gradient 0.3 was better than 0.1 (one seed).
 RATES = {"natural_gradient": 0.3, "spring": 0.3, "adam": 0.03}
 
 
