@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from kldwrm_jax.capture.model import Model
 from kldwrm_jax.capture.oracle import Oracle
+from kldwrm_jax.likelihoods.families import Gaussian, Residuals, unscaled
 from kldwrm_jax.likelihoods.term import LikelihoodTerm
 from kldwrm_jax.paths import Leaves, leaves_by_path, replace_leaves
 
@@ -65,9 +66,23 @@ class SampleSpace(NamedTuple):
 
 
 def sample_space(
-    oracle: Oracle, paths: Collection[str], purpose: Purpose = NATURAL_GRADIENT
+    oracle: Oracle,
+    paths: Collection[str],
+    purpose: Purpose = NATURAL_GRADIENT,
+    *,
+    center: bool = False,
 ) -> SampleSpace:
-    """The space of a batch's samples, and of the parameters at some paths."""
+    """The space of a batch's samples, and of the parameters at some paths.
+
+    Args:
+      oracle: the batch's.
+      paths: of the parameters.
+      purpose: who asks.
+      center: whether the mean over the samples is taken out of each column of the outputs; the
+        gradient of the loss is then not ``J'e``, and there are no errors.
+    """
+    if center:
+        _check_gaussian(oracle)
     _check_independent(oracle, purpose)
     leaves = {path: x for path, x in leaves_by_path(oracle.params).items() if path in paths}
     outputs = [own.astype(float) for _, own in oracle.terms.by_term(oracle.outputs(oracle.params))]
@@ -77,7 +92,13 @@ def sample_space(
         _jacobian(oracle, model, leaves, root, term.likelihood.event_ndim, purpose.name)
         for model, root, term in zip(oracle.model.by_term(), roots, oracle.terms.each, strict=True)
     ]
-    errors = [_errors(*own) for own in zip(oracle.terms.each, outputs, roots, strict=True)]
+    if center:
+        shares = [term.shares(own) for term, own in zip(oracle.terms.each, outputs, strict=True)]
+        by_term = [_centered(rows, own) for rows, own in zip(by_term, shares, strict=True)]
+    errors = [
+        None if center else _errors(term, own, root)
+        for term, own, root in zip(oracle.terms.each, outputs, roots, strict=True)
+    ]
     known = [e for e in errors if e is not None]
     return SampleSpace(
         rows={path: jnp.concatenate([j[path] for j in by_term]) for path in leaves},
@@ -112,6 +133,21 @@ def _jacobian(
     return {path: x.astype(float).reshape(-1, *leaves[path].shape) for path, x in rows.items()}
 
 
+def _centered(rows: Leaves, shares: jax.Array) -> Leaves:
+    r"""Each column without its mean: :math:`(I - uu')J`, with the root of the shares as u.
+
+    A row is :math:`u_n O_n`, and the mean :math:`\sum_n u_n^2 O_n`.
+    """
+    u = jnp.sqrt(shares.reshape(-1)).astype(float)
+
+    def centered(j: jax.Array) -> jax.Array:
+        columns = j.reshape(len(u), -1)  # (samples, columns of the root and parameters)
+        mean = jnp.matmul(u, columns, precision=_HIGHEST)
+        return (columns - u[:, None] * mean).reshape(j.shape)
+
+    return {path: centered(j) for path, j in rows.items()}
+
+
 def _one_position_each(root: jax.Array, event_ndim: int) -> jax.Array:
     """From the root of one example, ``(k, *positions, *event)``, a cotangent for every row of it.
 
@@ -132,6 +168,17 @@ def _errors(term: LikelihoodTerm, outputs: jax.Array, root: jax.Array) -> jax.Ar
     columns = jnp.moveaxis(root.reshape(k, samples, -1), 0, -1)  # (samples, event, k)
     slope = jax.grad(term.loss_here)(outputs).reshape(samples, -1, 1)
     return jnp.matmul(jnp.linalg.pinv(columns), slope, precision=_HIGHEST).reshape(-1)
+
+
+def _check_gaussian(oracle: Oracle) -> None:
+    """An error where the columns of the root depend on the sample: they have no mean over them."""
+    for term in oracle.terms.each:
+        if not isinstance(unscaled(term.likelihood)[0], Gaussian | Residuals):
+            raise ValueError(
+                f"center=True needs outputs of a fixed variance, such as the logarithm of a wave "
+                f"function, got {term.likelihood!r}: instrument the model with "
+                f"kldwrm_jax.Gaussian(), or leave center out"
+            )
 
 
 def _check_independent(oracle: Oracle, purpose: Purpose) -> None:

@@ -6,7 +6,8 @@ With the batch's Fisher :math:`F = J'J`, and :math:`K = JJ'`,
                = a - J'(K + \gamma)^{-1} (e + Ja - \tfrac1\gamma Jr) - \tfrac1\gamma r
 
 for a gradient :math:`g = J'e + r`: the first part is the likelihood's, the second whatever it has
-besides, such as weight decay.
+besides, such as weight decay. Where :math:`e` is not known, :math:`J'e` is the part of the gradient
+in the space of the rows.
 """
 
 from typing import NamedTuple
@@ -36,11 +37,10 @@ class DampedModel(NamedTuple):
         Near the rounding error of :math:`K` there may be no Cholesky factor: damping is raised
         until there is one.
         """
-        space, rest = self.space, self._rest()
+        space, errors = self.space, self._errors()
+        rest = self._rest(errors)
         factor, damping = self._factor(damping)
-        y = space.times(rest) / -damping
-        if space.errors is not None:
-            y += space.errors
+        y = errors - space.times(rest) / damping
         if self.anchor is not None:
             y += space.times(self.anchor)
         # (K + gamma) z = y, and once again for what is left, as K has been rounded and J has not.
@@ -69,17 +69,35 @@ class DampedModel(NamedTuple):
 
         return jax.lax.while_loop(fails, raised, (cholesky(damping), damping))
 
-    def _rest(self) -> Leaves:
+    def _errors(self) -> jax.Array:
+        r""":math:`e`; where it is not known, the solution of :math:`Ke = Jg`.
+
+        Treating all of :math:`g` as the rest would give the same step in exact arithmetic, but it
+        would divide by :math:`\gamma` what then cancels. Damped by the rounding error of
+        :math:`K`, and once again for what is left, since what this misses is a rest.
+        """
+        if self.space.errors is not None:
+            return self.space.errors
+        rows, numbers = len(self.gram), jnp.finfo(self.gram.dtype)
+        least = rows * numbers.eps * jnp.trace(self.gram)
+        factor, _ = self._factor(jnp.maximum(least, numbers.tiny))
+        e = jax.scipy.linalg.cho_solve((factor, True), self.space.times(self.g))
+        left = self.space.times(self._without(e))
+        return e + jax.scipy.linalg.cho_solve((factor, True), left)
+
+    def _without(self, errors: jax.Array) -> Leaves:
+        """:math:`g - J'e`."""
+        own = self.space.transposed(errors)
+        return {path: x - own[path] for path, x in self.g.items()}
+
+    def _rest(self, errors: jax.Array) -> Leaves:
         r""":math:`r`; zero where it is no more than the gradient's rounding error.
 
         That would be divided by :math:`\gamma`. It is of the size of the terms that add up to the
         gradient, :math:`\|J\|\,\|e\|`, however small the gradient itself has become.
         """
-        if self.space.errors is None:
-            return self.g
-        own = self.space.transposed(self.space.errors)
-        rest = {path: x - own[path] for path, x in self.g.items()}
-        terms = jnp.trace(self.gram) * squared_norm(self.space.errors)
+        rest = self._without(errors)
+        terms = jnp.trace(self.gram) * squared_norm(errors)
         rounding = _ROUNDING * jnp.finfo(terms.dtype).eps
         is_none = vdot(rest, rest) <= rounding**2 * terms  # false where it is not a number
         return {path: jnp.where(is_none, 0, x) for path, x in rest.items()}

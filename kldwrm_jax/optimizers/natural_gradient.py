@@ -52,6 +52,7 @@ def natural_gradient(
     damping: optax.ScalarOrSchedule | None = None,
     memory: float = 0.0,
     kl_clip: float | None = None,
+    center: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Natural gradient with the exact Fisher of the batch.
 
@@ -75,9 +76,22 @@ def natural_gradient(
         solution, in place of zero, so that what earlier batches said is not lost where this one
         says nothing. 0.9 or more where batches are small.
       kl_clip: limit of the step's divergence, :math:`s'Fs`; None is no limit.
+      center: whether the mean over the samples (weighted as they are) is taken out of every column
+        of the jacobian. The outputs are then a logarithm up to a constant, as that of a wave
+        function is. It needs a learning rate.
 
-    A gradient that has more in it than the likelihood's, such as weight decay or a policy's
-    advantages, is divided by the damping where the batch has no curvature: set ``damping`` then.
+    The gradient need not be the likelihood's. What of it no sample of the batch accounts for, such
+    as weight decay, is divided by the damping: set ``damping`` then.
+
+    **Variational Monte Carlo.** The outputs are :math:`\log|\psi|` at the walkers, or its real and
+    imaginary part as two columns, and ``kldwrm_jax.Gaussian()`` is their likelihood. With
+    ``center=True`` the Fisher is the quantum geometric tensor, :math:`S = \mathrm{Re}(\langle
+    O^\dagger O\rangle - \langle O\rangle^\dagger \langle O\rangle)`, and ``update`` takes the
+    gradient of the energy, :math:`2\,\mathrm{Re}\langle (E - \bar E)^* O\rangle`, with an oracle
+    without targets: stochastic reconfiguration, and with ``memory`` SPRING. (A learning rate is
+    half of one beside :math:`\mathrm{Re}\langle (E - \bar E)^* O\rangle`.) SPRING's limit of the
+    step's norm is ``optax.chain(kldwrm_jax.natural_gradient(...), optax.clip_by_global_norm(c))``:
+    what is remembered is the solution before it. See ``examples/two_electrons.py``.
 
     Returns:
       An Optax transform whose ``update`` takes ``oracle=net.oracle(params, x, ...)``.
@@ -107,7 +121,7 @@ def natural_gradient(
       Zeinhofer, `Improving energy natural gradient descent through Woodbury, momentum, and
       randomization <https://arxiv.org/abs/2505.12149>`_, 2025.
     """
-    return NaturalGradient(layers, learning_rate, damping, memory, kl_clip).transform()
+    return NaturalGradient(layers, learning_rate, damping, memory, kl_clip, center).transform()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +133,7 @@ class NaturalGradient:
     damping: optax.ScalarOrSchedule | None
     memory: Any
     kl_clip: Any
+    center: bool
 
     def __post_init__(self) -> None:
         if self.learning_rate is not None:
@@ -128,6 +143,12 @@ class NaturalGradient:
         if self.kl_clip is not None:
             check_positive("kl_clip", self.kl_clip)
         check_decay("memory", self.memory)
+        if self.center and self.learning_rate is None:
+            raise ValueError(
+                "center=True needs a learning rate, natural_gradient(layers, learning_rate, "
+                "center=True), got learning_rate=None: a line search compares losses, and that "
+                "of a wave function is not one of its batch"
+            )
 
     def transform(self) -> optax.GradientTransformationExtraArgs:
         """As an Optax transform."""
@@ -175,7 +196,7 @@ class NaturalGradient:
         self, updates: optax.Updates, state: NaturalGradientState, oracle: Oracle
     ) -> tuple[optax.Updates, NaturalGradientState]:
         g = optax.tree.cast(leaves_by_path(updates), float)
-        space = sample_space(oracle, g.keys())
+        space = sample_space(oracle, g.keys(), center=self.center)
         if self.learning_rate is None and space.errors is None:
             raise ValueError(
                 "a step without a learning rate is found by a line search, which needs the loss: "
