@@ -165,7 +165,7 @@ class SelfSetting:
             judgement=unjudged(),
             average=no_average(),
             scale=loss_scale.unknown(),
-            effective=jnp.full((), jnp.inf, float),
+            effective=jnp.full((), _ENOUGH, float),
             recent=jnp.zeros((), float),
             w=jnp.zeros(3, float),
         )
@@ -249,6 +249,7 @@ class SelfSetting:
         w = jnp.where(fitting, self._fit_two(model, inputs), self._averaged(average, fast))
         divergence = model.divergence(w)
         limit = jnp.where(first, _FIRST_LIMIT * divergence, self._limit(known, verdict))
+        effective = evidence.effective_samples
         state = known._replace(
             damping=self._damping(known, inputs, judgement, verdict),
             limit=limit,
@@ -256,7 +257,7 @@ class SelfSetting:
             judgement=judgement,
             average=average,
             scale=scale,
-            effective=evidence.effective_samples,
+            effective=jnp.where(jnp.isfinite(effective), effective, known.effective),
             w=w,
         )
         shortened = self._shortened(state, w, fast, (divergence, model.loss_slope), c)
