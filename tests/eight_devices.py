@@ -23,6 +23,8 @@ BATCH, CLASSES = 32, 8
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 MEMBERS = {
     "nothing set": (kw.kfac, {"learning_rate": None}),
+    # As many examples as a part of a batch in four parts has: no more are measured of it.
+    "fitted by a part": (kw.kfac, {"learning_rate": None, "fit": kw.Fit(examples=8)}),
     "kfac": (kw.kfac, {}),
     "so": (kw.so_kldwrm, {}),
     "q": (kw.q_kldwrm, {}),
@@ -301,9 +303,12 @@ def micro_batches(name):
 CHECKS = {
     **{f"data_parallel {name}": (data_parallel, name) for name in MEMBERS},
     **{f"shared_refresh {name}": (shared_refresh, name) for name in INVERSES},
-    **{f"sharded_parameters {name}": (sharded_parameters, name) for name in ("nothing set", "so", "qe")},
+    **{
+        f"sharded_parameters {name}": (sharded_parameters, name)
+        for name in ("nothing set", "so", "qe")
+    },
     **{f"sharded_factors {mode}": (sharded_factors, mode) for mode in ("factored", "product")},
-    **{f"micro_batches {name}": (micro_batches, name) for name in ("nothing set", "so", "qe")},
+    **{f"micro_batches {name}": (micro_batches, name) for name in ("fitted by a part", "so", "qe")},
 }
 
 if __name__ == "__main__":

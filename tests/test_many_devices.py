@@ -29,7 +29,10 @@ def held(*checks):
 @pytest.mark.parametrize(
     "name",
     ["nothing set"]
-    + [pytest.param(n, marks=pytest.mark.outside) for n in ("kfac", "so", "q", "qe")],
+    + [
+        pytest.param(n, marks=pytest.mark.outside)
+        for n in ("fitted by a part", "kfac", "so", "q", "qe")
+    ],
 )
 def test_a_sharded_batch_gives_the_steps_of_one_device_and_sums_alone_travel(name):
     held(f"data_parallel {name}")
@@ -72,6 +75,6 @@ def test_sharded_factors_and_inverses_stay_where_they_are_between_refreshes(mode
 
 
 @pytest.mark.outside
-@pytest.mark.parametrize("name", ["nothing set", "so", "qe"])
+@pytest.mark.parametrize("name", ["fitted by a part", "so", "qe"])
 def test_a_batch_in_parts_gives_the_steps_of_the_whole(name):
     held(f"micro_batches {name}")

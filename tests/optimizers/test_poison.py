@@ -144,8 +144,7 @@ class Training:
             "inputs finite": jnp.isfinite(jnp.vdot(x, x)),
             "due": state.count % self.every == 0,
             "counters": {
-                name: getattr(new.monitor, name) - getattr(state.monitor, name)
-                for name in COUNTERS
+                name: getattr(new.monitor, name) - getattr(state.monitor, name) for name in COUNTERS
             }
             | {"steps": new.count - state.count},
             "factors": new.factors,
@@ -283,6 +282,20 @@ def test_one_absurd_batch_leaves_the_average_as_it_was(name, kind):
         assert np.abs(later[block][0] - after[block][0]).max() > 1e-4
     assert np.flatnonzero(account["counters"]["outliers"]).tolist() == [30]
     assert account["counters"]["refreshes"].sum() == -(-CHUNK // 3)
+
+
+@pytest.mark.parametrize("at", [30, 45], ids=["all of it is measured", "between"])
+def test_with_nothing_set_a_batch_of_absurd_scale_throws_the_parameters_nowhere(at):
+    """Its outputs saturate: the loss has a slope, and no Fisher that would bound a step."""
+    training = training_of("kfac, nothing set")
+    steps = spoil(honest(2 * CHUNK, seed=4), "1e6", [at])
+    (params, state), account = training.run((training.params, training.state), steps)
+    check(account)
+    assert max(np.abs(x).max() for x in jax.tree.leaves(params)) < 100
+    honest_ones = np.delete(account["loss"], at)
+    assert honest_ones.max() < 100
+    assert np.median(account["loss"][-50:]) < WELL
+    assert kw.diagnostics(state)["loss_scale"] == 1
 
 
 @pytest.mark.parametrize("name", MAKE)

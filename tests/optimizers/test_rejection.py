@@ -102,7 +102,9 @@ def assert_finite(params, state):
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("at", [1, 4], ids=["between", "refresh"])
 @pytest.mark.parametrize("where", ["gradient", "statistics"])
-def test_with_nothing_set_a_bad_batch_undoes_the_step_that_led_to_it(nothing_set, poison, at, where):
+def test_with_nothing_set_a_bad_batch_undoes_the_step_that_led_to_it(
+    nothing_set, poison, at, where
+):
     """And the curvature stays; a second one changes no parameter; then training goes on."""
     bad = {"in_gradient": poison} if where == "gradient" else {"in_statistics": poison}
     earlier = nothing_set.go(*nothing_set.start(), range(at - 1))
