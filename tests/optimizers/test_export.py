@@ -12,8 +12,8 @@ from jax import export
 import kldwrm_jax as kw
 
 MEMBERS = {
-    "kfac_nothing_set": lambda layers: kw.kfac(layers),
-    "qe_nothing_set": lambda layers: kw.qe_kldwrm(layers),
+    "kfac_nothing_set": kw.kfac,
+    "qe_nothing_set": kw.qe_kldwrm,
     "kfac": lambda layers: kw.kfac(layers, 0.1),
     "kfac_factored": lambda layers: kw.kfac(layers, 0.1, damping_mode="factored"),
     "so": lambda layers: kw.so_kldwrm(layers, 0.1),
@@ -32,8 +32,16 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize(
     "member",
-    ["kfac_nothing_set", "qe_nothing_set", "kfac", "so", "q_exact", "q_reweighted", "qe"]
-    + [pytest.param("kfac_factored", marks=pytest.mark.slow)],
+    [
+        "kfac_nothing_set",
+        "qe_nothing_set",
+        "kfac",
+        "so",
+        "q_exact",
+        "q_reweighted",
+        "qe",
+        pytest.param("kfac_factored", marks=pytest.mark.slow),
+    ],
 )
 def test_a_training_step_lowers_for_cuda_and_tpu_without_host_callbacks(member):
     model, x, y = Net(), jnp.ones((2, 5, 5, 1)), jnp.zeros(2, jnp.int32)
