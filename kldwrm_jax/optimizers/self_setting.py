@@ -288,7 +288,7 @@ class SelfSetting:
         divergence = self._by_blocks(w, c, direction)
         return self._shortened(known, w, fast, (divergence, jnp.stack(slopes)), calibration_before)
 
-    def _by_blocks(self, w: jax.Array, c: jax.Array, direction: Direction) -> jax.Array:
+    def _by_blocks(self, w: jax.Array, c: Scalar, direction: Direction) -> jax.Array:
         """The divergence of the proposal's part of a step, by the calibrated blocks."""
         return 0.5 * w[PROPOSAL] ** 2 * c * direction.size / self.mu
 
