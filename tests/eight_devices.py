@@ -22,11 +22,15 @@ import kldwrm_jax as kw  # noqa: E402
 BATCH, CLASSES = 32, 8
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 MEMBERS = {
+    "nothing set": (kw.kfac, {"learning_rate": None}),
+    # As many examples as a part of a batch in four parts has: no more are measured of it.
+    "fitted by a part": (kw.kfac, {"learning_rate": None, "fit": kw.Fit(examples=8)}),
     "kfac": (kw.kfac, {}),
     "so": (kw.so_kldwrm, {}),
     "q": (kw.q_kldwrm, {}),
     "qe": (kw.qe_kldwrm, {"capacity": 2, "inner_steps": 3}),
 }
+RATE = {"learning_rate": 0.1}
 
 
 class Net(nn.Module):
@@ -112,7 +116,7 @@ def data_parallel(name):
     """A batch sharded over devices gives the statistics, the divergences and the steps of one."""
     make, arguments = MEMBERS[name]
     problem = Problem("empirical" if name == "qe" else "sampled")
-    tx = make(problem.net.layers, 0.1, refresh_every=3, **arguments)
+    tx = make(problem.net.layers, **RATE | arguments, refresh_every=3)
     params, state, _ = problem.run(tx, sharded=False)
     others, other, step = problem.run(tx, sharded=True)
     assert_close(others, params, 1e-8)
@@ -126,6 +130,7 @@ def data_parallel(name):
 
 
 INVERSES = {
+    "nothing set": (kw.kfac, {"learning_rate": None}, {}),
     "product": (kw.kfac, {}, {}),
     "factored": (kw.kfac, {"damping_mode": "factored"}, {}),
     "exact": (kw.q_kldwrm, {}, {}),
@@ -142,7 +147,7 @@ def shared_refresh(name):
 
     def tx(**mesh):
         made = kw.Inverse(**inverse, **mesh)
-        return make(problem.net.layers, 0.1, refresh_every=3, inverse=made, **arguments)
+        return make(problem.net.layers, **RATE | arguments, refresh_every=3, inverse=made)
 
     params, state, _ = problem.run(tx(), sharded=False)
     shared = tx(mesh=problem.mesh, axis="data")
@@ -211,7 +216,7 @@ def sharded_parameters(name):
 
         shardings = jax.tree.map(over_columns, problem.params)
     make, arguments = MEMBERS[name]
-    tx = make(problem.net.layers, 0.1, refresh_every=3, **arguments)
+    tx = make(problem.net.layers, **RATE | arguments, refresh_every=3)
 
     def along(x, sharding):
         """A ring buffer has an axis more."""
@@ -230,7 +235,7 @@ def sharded_parameters(name):
     assert_close(nn.unbox(remembered(other)), nn.unbox(remembered(state)), 1e-7)
     kernel = nn.unbox(others)["dense0"]["kernel"]
     assert kernel.sharding.spec == PartitionSpec(None, "data"), kernel.sharding
-    for field in ("g_prev", "g_hat", "pull", "history"):
+    for field in ("g_prev", "g_hat", "pull", "history", "last_step", "offset"):
         tree = getattr(other, field)
         if tree is not None:
             found = nn.unbox(tree)["dense0"]["kernel"].sharding
@@ -287,7 +292,7 @@ def micro_batches(name):
     """A batch in parts, over devices or not, gives what the whole batch gives."""
     make, arguments = MEMBERS[name]
     problem = Problem()
-    tx = make(problem.net.layers, 0.1, refresh_every=3, **arguments)
+    tx = make(problem.net.layers, **RATE | arguments, refresh_every=3)
     params, state, _ = problem.run(tx, sharded=False)
     for sharded in (False, True):
         others, other, _ = problem.run(tx, sharded=sharded, micro_batches=4)
@@ -298,9 +303,12 @@ def micro_batches(name):
 CHECKS = {
     **{f"data_parallel {name}": (data_parallel, name) for name in MEMBERS},
     **{f"shared_refresh {name}": (shared_refresh, name) for name in INVERSES},
-    **{f"sharded_parameters {name}": (sharded_parameters, name) for name in ("so", "qe")},
+    **{
+        f"sharded_parameters {name}": (sharded_parameters, name)
+        for name in ("nothing set", "so", "qe")
+    },
     **{f"sharded_factors {mode}": (sharded_factors, mode) for mode in ("factored", "product")},
-    **{f"micro_batches {name}": (micro_batches, name) for name in ("so", "qe")},
+    **{f"micro_batches {name}": (micro_batches, name) for name in ("fitted by a part", "so", "qe")},
 }
 
 if __name__ == "__main__":

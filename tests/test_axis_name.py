@@ -26,7 +26,9 @@ def held(*checks):
     assert done.stdout.count("held:") == len(checks)
 
 
-@pytest.mark.parametrize("name", ["kfac", *(pytest.param(n, marks=outside) for n in ("so", "qe"))])
+@pytest.mark.parametrize(
+    "name", ["nothing set", *(pytest.param(n, marks=outside) for n in ("kfac", "so", "qe"))]
+)
 def test_fifty_steps_of_two_replicas_are_those_of_one_device(name):
     held(f"agree {name}")
 

@@ -54,7 +54,9 @@ def test_everything_measured_is_that_of_the_whole_batch(fisher, parts):
             loss, gradient, oracle = net.value_and_grad(PARAMS, x, targets=y, micro_batches=parts)
             report = kw.kl_report(oracle, PARAMS, STEP)
             slope = jax.jvp(oracle.loss, (PARAMS,), (STEP,))[1]
-            return loss, gradient, jax.grad(oracle.loss)(PARAMS), slope, report, oracle.factors()
+            evidence = oracle.evidence([gradient, STEP])  # by which steps set themselves
+            own = jax.grad(oracle.loss)(PARAMS)
+            return loss, gradient, own, slope, report, evidence, oracle.factors()
 
         return measure
 

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from small_nets import jit
 
@@ -26,9 +27,18 @@ def falls(losses, by):
     assert last < by * first
 
 
-def losses_of(net, params, loss_and_oracle, steps):
+NOTHING_SET = {"refresh_every": 5}
+CALIBRATED = {"learning_rate": 1.0, "calibrate": True, "refresh_every": 5}
+each = pytest.mark.parametrize(
+    "settings",
+    [NOTHING_SET, pytest.param(CALIBRATED, marks=pytest.mark.slow)],
+    ids=["nothing set", "calibrated"],
+)
+
+
+def losses_of(net, params, loss_and_oracle, steps, settings):
     """K-FAC's losses on one batch; ``loss_and_oracle`` is of parameters and a key."""
-    tx = kw.kfac(net.layers, 1.0, calibrate=True, refresh_every=5)
+    tx = kw.kfac(net.layers, **settings)
 
     @jit
     def step(params, state, key):
@@ -55,7 +65,8 @@ class LinenCNN(nn.Module):
         return nn.Dense(4)(x)
 
 
-def test_mnist_in_linen():
+@each
+def test_mnist_in_linen(settings):
     model = LinenCNN()
     net = kw.instrument(model, kw.Categorical(), IMAGES, uncovered="error")
     params = model.init(jax.random.key(0), IMAGES)["params"]
@@ -63,7 +74,7 @@ def test_mnist_in_linen():
     def loss_and_oracle(params, key):
         return net.value_and_grad(params, IMAGES, targets=LABELS, key=key)
 
-    falls(losses_of(net, params, loss_and_oracle, 30), by=0.5)
+    falls(losses_of(net, params, loss_and_oracle, 30, settings), by=0.5)
 
 
 class CNN(nnx.Module):
@@ -86,10 +97,15 @@ class CNN(nnx.Module):
         return self.linear2(x)
 
 
-def test_mnist_in_nnx_with_streams_at_the_call():
+@pytest.mark.parametrize(
+    "settings",
+    [NOTHING_SET, pytest.param({"learning_rate": 0.2, "refresh_every": 5}, marks=pytest.mark.slow)],
+    ids=["nothing set", "with a rate"],
+)
+def test_mnist_in_nnx_with_streams_at_the_call(settings):
     model, rngs = CNN(nnx.Rngs(0)), nnx.Rngs(1)
     net = kw.instrument(model, kw.Categorical(), IMAGES, rngs, uncovered="error")
-    tx = kw.kfac(net.layers, 0.2, refresh_every=5)
+    tx = kw.kfac(net.layers, **settings)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     def loss_fn(model, rngs):
@@ -97,7 +113,7 @@ def test_mnist_in_nnx_with_streams_at_the_call():
 
     @nnx.jit
     def train_step(model, optimizer, rngs, key):
-        oracle = net.oracle(model, IMAGES, rngs, key=key)
+        oracle = net.oracle(model, IMAGES, rngs, targets=LABELS, key=key)
         loss, grads = nnx.value_and_grad(loss_fn)(model, rngs)
         optimizer.update(model, grads, oracle=oracle)
         return loss
@@ -123,7 +139,8 @@ class VAE(nn.Module):
         return nn.Dense(x.shape[-1], name="pixels")(h), mean, logvar
 
 
-def test_vae_with_its_own_loss():
+@each
+def test_vae_with_its_own_loss(settings):
     x = (IMAGES.reshape(32, -1) > 0.5).astype(jnp.float32)
     model, likelihood = VAE(), kw.Bernoulli()
     net = kw.instrument(
@@ -138,9 +155,9 @@ def test_vae_with_its_own_loss():
             kl = -0.5 * (1 + logvar - mean**2 - jnp.exp(logvar)).sum(-1)
             return (likelihood.nll(logits, x) + kl).mean()
 
-        return *jax.value_and_grad(loss)(params), net.oracle(params, x, key, key=key)
+        return *jax.value_and_grad(loss)(params), net.oracle(params, x, key, targets=x, key=key)
 
-    falls(losses_of(net, params, loss_and_oracle, 30), by=0.8)
+    falls(losses_of(net, params, loss_and_oracle, 30, settings), by=0.8)
 
 
 # --- A decoder of tokens --------------------------------------------------------------------------
@@ -179,7 +196,8 @@ class Decoder(nn.Module):
         return embed.attend(nn.LayerNorm()(x)) / self.width**0.5
 
 
-def test_a_decoder_with_padding():
+@each
+def test_a_decoder_with_padding(settings):
     start = rng.integers(1, 8, size=(16, 1))
     tokens = (start - 1 + np.arange(6)) % 7 + 1  # counts upwards from 1 to 7, and again
     tokens[:4, 4:] = 0
@@ -194,4 +212,4 @@ def test_a_decoder_with_padding():
         given = {"targets": tokens, "weights": weights, "key": key, "rngs": {"dropout": key}}
         return net.value_and_grad(params, tokens, **given)
 
-    falls(losses_of(net, params, loss_and_oracle, 30), by=0.6)
+    falls(losses_of(net, params, loss_and_oracle, 30, settings), by=0.6)

@@ -27,7 +27,12 @@ def held(*checks):
 
 
 @pytest.mark.parametrize(
-    "name", ["kfac", *(pytest.param(n, marks=pytest.mark.outside) for n in ("so", "q", "qe"))]
+    "name",
+    ["nothing set"]
+    + [
+        pytest.param(n, marks=pytest.mark.outside)
+        for n in ("fitted by a part", "kfac", "so", "q", "qe")
+    ],
 )
 def test_a_sharded_batch_gives_the_steps_of_one_device_and_sums_alone_travel(name):
     held(f"data_parallel {name}")
@@ -37,7 +42,8 @@ def test_a_sharded_batch_gives_the_steps_of_one_device_and_sums_alone_travel(nam
 @pytest.mark.parametrize(
     ("name", "matrices", "at_most"),
     [
-        ("product", 6, 1),
+        ("nothing set", 6, 1),
+        pytest.param("product", 6, 1, marks=pytest.mark.outside),
         pytest.param("factored", 6, 1, marks=pytest.mark.outside),
         pytest.param("exact", 12, 2, marks=pytest.mark.outside),
         pytest.param("reweighted", 12, 3, marks=pytest.mark.outside),  # a large one is alone
@@ -57,7 +63,7 @@ def test_inversions_in_turns_and_of_low_rank_are_shared_out_too(name):
 
 
 @pytest.mark.outside
-@pytest.mark.parametrize("name", ["so", "qe"])
+@pytest.mark.parametrize("name", ["nothing set", "so", "qe"])
 def test_sharded_parameters_keep_their_sharding_and_so_does_what_is_shaped_like_them(name):
     held(f"sharded_parameters {name}")
 
@@ -69,6 +75,6 @@ def test_sharded_factors_and_inverses_stay_where_they_are_between_refreshes(mode
 
 
 @pytest.mark.outside
-@pytest.mark.parametrize("name", ["so", "qe"])
+@pytest.mark.parametrize("name", ["fitted by a part", "so", "qe"])
 def test_a_batch_in_parts_gives_the_steps_of_the_whole(name):
     held(f"micro_batches {name}")

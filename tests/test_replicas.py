@@ -11,10 +11,10 @@ from kldwrm_jax.replicas import shared_any, shared_count
 
 SEEDS, STEPS, EVERY = 3, 6, 4
 MEMBERS = {
+    "kfac, nothing set": (kw.kfac, {"learning_rate": None}),
     "kfac": (kw.kfac, {}),
     "kfac, staggered": (kw.kfac, {"inverse": kw.Inverse(stagger=True)}),
     "kfac, calibrated": (kw.kfac, {"calibrate": True}),
-    "kfac, nothing set": (kw.kfac, {"learning_rate": None}),
     "so": (kw.so_kldwrm, {}),
     "q": (kw.q_kldwrm, {}),
     "qe": (kw.qe_kldwrm, {"capacity": 2, "inner_steps": 1}),
@@ -34,10 +34,8 @@ def training(name):
             return p + 0.01 * jax.random.normal(jax.random.key(seed), p.shape)
 
         params = jax.tree.map(shifted, problem.params)
-        state = tx.init(params)
-        for k in range(STEPS):
-            params, state = step(params, state, k)
-        return params, state
+        carried = params, tx.init(params)
+        return jax.lax.scan(lambda c, k: (step(*c, k), None), carried, jnp.arange(STEPS))[0]
 
     return train
 

@@ -15,6 +15,12 @@ import kldwrm_jax as kw
 as_pure = getattr(nnx, "as_pure", None) or nnx.pure  # its name before flax 0.12.7
 
 MEMBERS = [kw.kfac, kw.so_kldwrm, kw.q_kldwrm, kw.qe_kldwrm]
+# Trained with nothing set, and with a rate.
+TRAINED = [(kw.kfac, None), (kw.kfac, 0.3), (kw.qe_kldwrm, 0.3)]
+MORE = [(kw.q_kldwrm, None), (kw.so_kldwrm, 0.3), (kw.q_kldwrm, 0.3)]
+each_trained = pytest.mark.parametrize(
+    ("make", "rate"), TRAINED + [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +32,9 @@ def create(problem, tx, cls=kw.TrainState, **fields):
     return cls.create(apply_fn=problem.model.apply, params=problem.params, tx=tx, **fields)
 
 
-@pytest.mark.parametrize("make", MEMBERS)
-def test_the_train_state_trains(make, small):
-    tx = optax.chain(optax.add_decayed_weights(1e-3), make(small.layers, 0.3, refresh_every=3))
+@each_trained
+def test_the_train_state_trains(make, rate, small):
+    tx = optax.chain(optax.add_decayed_weights(1e-3), make(small.layers, rate, refresh_every=3))
 
     @small_nets.jit
     def step(state, k):
@@ -107,12 +113,12 @@ def test_a_plain_flax_train_state_gives_an_error_that_names_ours(make, given, sm
         state.apply_gradients(grads=small.params, **extra)
 
 
-@pytest.mark.parametrize("make", MEMBERS)
-def test_an_nnx_optimizer_trains_a_model(make, small):
+@each_trained
+def test_an_nnx_optimizer_trains_a_model(make, rate, small):
     """nnx.Optimizer.update forwards keywords; the model here is a bridged Linen one."""
     x, y = jnp.asarray(small.x[0]), jnp.asarray(small.y[0])
     model = nnx.bridge.ToNNX(small.model, rngs=nnx.Rngs(0)).lazy_init(x)
-    optimizer = nnx.Optimizer(model, make(small.layers, 0.3, refresh_every=3), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, make(small.layers, rate, refresh_every=3), wrt=nnx.Param)
 
     def loss_fn(model):
         return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()

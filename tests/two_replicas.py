@@ -26,6 +26,7 @@ import kldwrm_jax as kw  # noqa: E402
 
 BATCH, CLASSES, STEPS = 16, 3, 50
 MEMBERS = {
+    "nothing set": (kw.kfac, {"learning_rate": None}),
     "kfac": (kw.kfac, {}),
     "so": (kw.so_kldwrm, {}),
     "q": (kw.q_kldwrm, {"calibrate": True}),
@@ -59,7 +60,8 @@ class Problem:
         self.model = model or Net()
         self.params = self.model.init(jax.random.key(2), self.x[0])["params"]
         self.options = {"fisher": fisher}
-        self.tx = make(self.instrument().layers, 0.1, refresh_every=3, **arguments)
+        arguments = {"learning_rate": 0.1} | arguments
+        self.tx = make(self.instrument().layers, refresh_every=3, **arguments)
 
     def instrument(self, **options):
         return kw.instrument(self.model, kw.Categorical(), self.x[0], **self.options | options)
@@ -139,7 +141,7 @@ WAYS = {
 
 
 def difference(a, b):
-    own = jax.tree.map(lambda x, y: np.abs(np.asarray(x) - np.asarray(y)).max(initial=0), a, b)
+    own = jax.tree.map(lambda x, y: np.abs(np.asarray(x, float) - y).max(initial=0), a, b)
     return max(jax.tree.leaves(own))
 
 

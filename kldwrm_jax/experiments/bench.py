@@ -34,7 +34,8 @@ class Bench:
     """
 
     networks: tuple[str, ...] = tuple(NETWORKS)  # Networks to train.
-    optimizers: tuple[str, ...] = ("kfac", "so", "q", "kfac-staggered")  # Beside Adam and SGD.
+    # Beside Adam and SGD.
+    optimizers: tuple[str, ...] = ("kfac-nothing-set", "kfac", "so", "q", "kfac-staggered")
     gradients: tuple[str, ...] = GRADIENTS  # jax.grad and net.oracle, or net.value_and_grad.
     fisher: str = "sampled"  # The labels of the statistics: sampled or empirical.
     rounds: int = 5  # Rounds that count.

@@ -23,6 +23,7 @@ _PRECONDITIONED: dict[str, Any] = {"inner": "preconditioned", "calibrate": True,
 OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {  # from net.layers
     "adam": lambda _: optax.adam(LR),
     "sgd": lambda _: optax.sgd(LR),
+    "kfac-nothing-set": lambda layers: kw.kfac(layers, refresh_every=PERIOD),
     "kfac": lambda layers: kw.kfac(layers, LR, **_FACTORED),
     "so": lambda layers: kw.so_kldwrm(layers, LR, **_FACTORED),
     "q": lambda layers: kw.q_kldwrm(layers, LR, **_PRODUCT),

@@ -74,7 +74,9 @@ def judge(before: Judgement, last: Change) -> tuple[Judgement, Verdict]:
     deviation = jnp.sqrt(variance)
     at_once = (change > 4 * deviation) & (change > 0.5 * known)
     # Where few samples carry the change, their number says nothing, but the loss has doubled.
-    doubled = (last.loss != 0) & (last.mean > level + known) & (last.mean > deviation)
+    # A promise of more than the loss is no measure of harm.
+    most = level + jnp.minimum(known, level)
+    doubled = (last.loss != 0) & (last.mean > most) & (last.mean > deviation)
     undo = step & (~finite | (last.mean > known + 4 * deviation) | doubled)
     harmed = step & (slowly | at_once | undo)
     confirmed = step & (-new.change > 0.5 * new.promise)

@@ -44,11 +44,14 @@ def update(
     def add(old: jax.Array, products: jax.Array) -> jax.Array:
         return _DECAY * old + jnp.sum(weights * products)
 
-    return LossScale(
+    new = LossScale(
         add(before.user_square, user**2),
         add(before.product, user * likelihood),
         add(before.likelihood_square, likelihood**2),
     )
+    # Squares may overflow, and a sum would remember that for ever.
+    finite = jnp.isfinite(jnp.stack(new)).all()
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, before)
 
 
 def agreement(scale: LossScale) -> jax.Array:

@@ -298,7 +298,7 @@ class Member:
             ),
             direction=step.direction.scaled(scale),
             s=s,
-            finite=step.finite & jnp.isfinite(optax.tree.vdot(s, s)),
+            finite=step.finite & jnp.isfinite(optax.tree.vdot(s, s)) & new.is_sized,
             undo=new.undo,
             metrics=step.metrics
             | {

@@ -51,6 +51,7 @@ _CALIBRATION_DECAY = 0.7
 _AHEAD = 10.0  # the limit in units of what recent steps had
 _ENOUGH = 32.0  # samples that carry the curvature; where there are fewer, more are measured
 _WHOLE_EVERY = 30  # steps between two measurements of the whole batch
+_SATURATED = 1e-3  # the least that a step's divergence is taken for, in units of the blocks'
 _UNDONE, _RAISED = 0.25, 3.0  # after an undone step: the limit in units of its promise; damping
 
 PROPOSAL, OFFSET, LAST = range(3)  # the directions
@@ -129,6 +130,12 @@ class SetStep(NamedTuple):
     rescaled: jax.Array  # float []: what the first step's gradients are multiplied by
     state: FitState
 
+    @property
+    def is_sized(self) -> jax.Array:
+        """Whether its size did not overflow: the steps to come are measured by it."""
+        sizes = self.state.limit, self.state.promise, self.state.recent
+        return jnp.isfinite(jnp.stack(sizes)).all()
+
 
 @dataclasses.dataclass(frozen=True)
 class SelfSetting:
@@ -165,7 +172,7 @@ class SelfSetting:
             judgement=unjudged(),
             average=no_average(),
             scale=loss_scale.unknown(),
-            effective=jnp.full((), jnp.inf, float),
+            effective=jnp.full((), _ENOUGH, float),
             recent=jnp.zeros((), float),
             w=jnp.zeros(3, float),
         )
@@ -247,8 +254,11 @@ class SelfSetting:
         c = jnp.where(jnp.isfinite(c) & (c > 0), c, calibration_before)
         fast = average.rate * inputs.at.calibration / calibration.factor(c)
         w = jnp.where(fitting, self._fit_two(model, inputs), self._averaged(average, fast))
-        divergence = model.divergence(w)
+        # Where outputs saturate, their Fisher vanishes, and the blocks alone know of a long step.
+        known_of_it = self._by_blocks(w, calibration_before, direction)
+        divergence = jnp.maximum(model.divergence(w), _SATURATED * known_of_it)
         limit = jnp.where(first, _FIRST_LIMIT * divergence, self._limit(known, verdict))
+        effective = evidence.effective_samples
         state = known._replace(
             damping=self._damping(known, inputs, judgement, verdict),
             limit=limit,
@@ -256,7 +266,7 @@ class SelfSetting:
             judgement=judgement,
             average=average,
             scale=scale,
-            effective=evidence.effective_samples,
+            effective=jnp.where(jnp.isfinite(effective), effective, known.effective),
             w=w,
         )
         shortened = self._shortened(state, w, fast, (divergence, model.loss_slope), c)
@@ -275,8 +285,12 @@ class SelfSetting:
         slopes = [-optax.tree.vdot(direction.v, g), *(optax.tree.vdot(v, g) for v in others)]
         fast = known.average.rate
         w = jnp.where(known.fitting, known.w, self._averaged(known.average, fast))
-        divergence = 0.5 * w[PROPOSAL] ** 2 * c * direction.size / self.mu
+        divergence = self._by_blocks(w, c, direction)
         return self._shortened(known, w, fast, (divergence, jnp.stack(slopes)), calibration_before)
+
+    def _by_blocks(self, w: jax.Array, c: Scalar, direction: Direction) -> jax.Array:
+        """The divergence of the proposal's part of a step, by the calibrated blocks."""
+        return 0.5 * w[PROPOSAL] ** 2 * c * direction.size / self.mu
 
     def _shortened(
         self,

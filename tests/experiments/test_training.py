@@ -35,6 +35,10 @@ SPEC = Spec(
     batch_size=16,
     fisher="sampled",
 )
+NOTHING_SET = {"learning_rate": None, "damping": None, "momentum": None, "kl_clip": None}
+UNSET = dataclasses.replace(
+    SPEC, setting=recipes.setting("kfac", NOTHING_SET | {"weight_decay": 0.0, "refresh_every": 3})
+)
 
 
 def results(run):
@@ -91,6 +95,24 @@ def test_a_killed_run_resumes_to_the_bits_of_an_uninterrupted_one(steps, train, 
     assert resumed.end["diagnostics"] == whole.end["diagnostics"]
     assert resumed.end["params_sha256"] == whole.end["params_sha256"]
     assert resumed.finished
+
+
+def test_a_run_with_nothing_set_that_is_killed_resumes_to_the_same_bits(
+    blobs, train, tmp_path, monkeypatch
+):
+    trainer = Trainer(UNSET, blobs)
+    monkeypatch.setattr(training, "Trainer", lambda *_: trainer)
+    (whole,) = train(UNSET, folder=tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(UNSET, kill_after=8)
+    assert len(runs.read(runs.log_path(tmp_path, 1)).epochs) == 2
+    (resumed,) = train(UNSET, resume=True)
+    assert results(resumed) == results(whole)
+    assert resumed.end["diagnostics"] == whole.end["diagnostics"]
+    assert resumed.end["params_sha256"] == whole.end["params_sha256"]
+    assert resumed.end["diagnostics"]["kl_limit"] > 0  # the steps did set themselves
+    losses = whole.curve("train_loss")
+    assert losses[-1] < 0.7 * losses[0]
 
 
 def test_a_resumed_run_continues_from_its_last_epoch(train, monkeypatch):

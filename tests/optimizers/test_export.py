@@ -12,6 +12,8 @@ from jax import export
 import kldwrm_jax as kw
 
 MEMBERS = {
+    "kfac_nothing_set": kw.kfac,
+    "qe_nothing_set": kw.qe_kldwrm,
     "kfac": lambda layers: kw.kfac(layers, 0.1),
     "kfac_factored": lambda layers: kw.kfac(layers, 0.1, damping_mode="factored"),
     "so": lambda layers: kw.so_kldwrm(layers, 0.1),
@@ -28,7 +30,19 @@ class Net(nn.Module):
         return nn.Dense(4)(x.reshape(x.shape[0], -1))
 
 
-@pytest.mark.parametrize("member", MEMBERS)
+@pytest.mark.parametrize(
+    "member",
+    [
+        "kfac_nothing_set",
+        "qe_nothing_set",
+        "kfac",
+        "so",
+        "q_exact",
+        "q_reweighted",
+        "qe",
+        pytest.param("kfac_factored", marks=pytest.mark.slow),
+    ],
+)
 def test_a_training_step_lowers_for_cuda_and_tpu_without_host_callbacks(member):
     model, x, y = Net(), jnp.ones((2, 5, 5, 1)), jnp.zeros(2, jnp.int32)
     net = kw.instrument(model, kw.Categorical(), x)

@@ -14,13 +14,22 @@ import kldwrm_jax as kw
 from kldwrm_jax.optimizers.state import increment_if, next_count
 
 LARGEST = np.iinfo(np.int32).max
-MEMBERS = {"kfac": kw.kfac, "so": kw.so_kldwrm, "q": kw.q_kldwrm, "qe": kw.qe_kldwrm}
+NOTHING_SET = {"learning_rate": None}
+MEMBERS = {
+    "kfac, nothing set": (kw.kfac, NOTHING_SET),
+    "so, nothing set": (kw.so_kldwrm, NOTHING_SET),
+    "q, nothing set": (kw.q_kldwrm, NOTHING_SET),
+    "kfac": (kw.kfac, {}),
+    "so": (kw.so_kldwrm, {}),
+    "q": (kw.q_kldwrm, {}),
+    "qe": (kw.qe_kldwrm, {}),
+}
 
 
 def long_run(make, steps, **arguments):
     """A loop as a user writes it, over ever new batches; checks what must hold on its way."""
     problem = small_nets.problem(batches=64)
-    tx = make(problem.layers, learning_rate=0.02, refresh_every=5, **arguments)
+    tx = make(problem.layers, **{"learning_rate": 0.02} | arguments, refresh_every=5)
     plain, traces = problem.step(tx), itertools.count()
 
     @small_nets.jit
@@ -67,14 +76,22 @@ def check_factors(factors):
             assert np.linalg.eigvalsh(f).min() >= -1e-6 * largest
 
 
-def test_thousands_of_steps_leave_factors_sound_and_nothing_grows():
-    long_run(kw.qe_kldwrm, 5_000, capacity=2, inner_steps=2)
+@pytest.mark.parametrize(
+    ("make", "steps", "arguments"),
+    [
+        (kw.kfac, 3_000, NOTHING_SET),
+        (kw.qe_kldwrm, 2_000, {"capacity": 2, "inner_steps": 2}),
+    ],
+    ids=["nothing set", "qe"],
+)
+def test_thousands_of_steps_leave_factors_sound_and_nothing_grows(make, steps, arguments):
+    long_run(make, steps, **arguments)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", MEMBERS.values(), ids=MEMBERS)
-def test_a_hundred_thousand_steps_leave_factors_sound_and_nothing_grows(make):
-    long_run(make, 100_000)
+@pytest.mark.parametrize(("make", "arguments"), MEMBERS.values(), ids=MEMBERS)
+def test_a_hundred_thousand_steps_leave_factors_sound_and_nothing_grows(make, arguments):
+    long_run(make, 100_000, **arguments)
 
 
 # --- Counters -------------------------------------------------------------------------------------
@@ -100,18 +117,19 @@ def test_a_full_count_goes_round_its_last_period(period):
 @pytest.mark.parametrize(
     ("make", "arguments"),
     [
+        (kw.kfac, {"learning_rate": None}),
         (kw.kfac, {}),
         (kw.so_kldwrm, {"nu": 0.1}),
         (kw.q_kldwrm, {"inverse": kw.Inverse(every=6)}),
         (kw.q_kldwrm, {"inverse": kw.Inverse(stagger=True)}),
         (kw.qe_kldwrm, {"capacity": 4, "inner_steps": 2}),
     ],
-    ids=["kfac", "so", "q, inverted seldom", "q, staggered", "qe"],
+    ids=["nothing set", "kfac", "so", "q, inverted seldom", "q, staggered", "qe"],
 )
 def test_past_the_largest_count_all_goes_on_as_before_it(make, arguments):
     """The same steps from a count that is as far from a refresh, but not near the largest."""
     problem = small_nets.problem(norm=False)
-    tx = make(problem.layers, 0.1, refresh_every=3, **arguments)
+    tx = make(problem.layers, **{"learning_rate": 0.1} | arguments, refresh_every=3)
     step = small_nets.jit(problem.step(tx))
     period = 60  # of everything that depends on the count
     late = LARGEST - 5

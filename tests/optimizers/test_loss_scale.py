@@ -47,6 +47,14 @@ def test_directions_without_curvature_and_what_is_not_finite_do_not_count():
     assert loss_scale.factor(scale) == 2
 
 
+@pytest.mark.parametrize("slopes", [[1e30, 1e30, 1.0], [3e38, 0.0, 0.0]])
+def test_a_measurement_whose_squares_overflow_leaves_it_as_it_was(slopes):
+    before = measured([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    after = loss_scale.update(before, *map(jnp.asarray, (slopes, [1.0, 2.0, 3.0], [1.0] * 3)))
+    assert loss_scale.factor(after) == 2
+    assert after == before
+
+
 def run(member, loss_of, steps=60):
     """The likelihood's loss after some steps with nothing set, and what was found."""
     model = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(4)])

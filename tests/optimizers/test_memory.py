@@ -18,6 +18,10 @@ MODELS = {
         jnp.zeros((16, 32), int),
     ),
 }
+MEMBERS = {
+    "nothing set": {},
+    "with a rate": {"learning_rate": 0.1, "damping_mode": "factored"},
+}
 BEYOND = "inverses of all layers are held at once, and those of a network this narrow count"
 
 
@@ -46,14 +50,15 @@ def needed(net, model, params, x, y):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the memory of a CPU's programs")
+@pytest.mark.parametrize("member", MEMBERS)
 @pytest.mark.parametrize(
     "name", ["decoder", pytest.param("cnn", marks=pytest.mark.xfail(strict=True, reason=BEYOND))]
 )
-def test_a_step_needs_little_more_memory_than_its_gradient(name):
+def test_a_step_needs_little_more_memory_than_its_gradient(name, member):
     model, x, y = MODELS[name]
     params = jax.jit(model.init)(jax.random.key(0), x)["params"]
     net = kw.instrument(model, kw.Categorical(), x)
-    tx = kw.kfac(net.layers, 0.1, damping_mode="factored", refresh_every=20)
+    tx = kw.kfac(net.layers, **MEMBERS[member], refresh_every=20)
 
     def step(params, state, x, y):
         key = jax.random.key(state.count)

@@ -36,12 +36,15 @@ def rate(k):
 
 COMMON = {"learning_rate": rate, "refresh_every": 3}
 MAKE = {
+    "kfac, nothing set": (kw.kfac, {"refresh_every": 3}),
     "kfac": (kw.kfac, COMMON),
     "so": (kw.so_kldwrm, COMMON),
     "q": (kw.q_kldwrm, COMMON),
     "qe": (kw.qe_kldwrm, COMMON | {"capacity": 2, "inner_steps": 3}),
 }
 MORE = {
+    "so, nothing set": (kw.so_kldwrm, {"refresh_every": 3}),
+    "q, nothing set": (kw.q_kldwrm, {"refresh_every": 3}),
     "kfac, factored": (kw.kfac, COMMON | {"damping_mode": "factored"}),
     "so, taken, momentum": (kw.so_kldwrm, COMMON | {"wake": "taken", "nu": 0.2, "rho": 0.9}),
     "q, taken, every step": (kw.q_kldwrm, COMMON | {"wake": "taken", "refresh_every": 1}),
@@ -50,6 +53,7 @@ MORE = {
     "so, staggered": (kw.so_kldwrm, COMMON | {"inverse": kw.Inverse(stagger=True)}),
     "q, low rank": (kw.q_kldwrm, COMMON | {"inverse": kw.Inverse(method="randomized", rank=2)}),
 }
+COUNTERS = ("refreshes", "rejected_refreshes", "outliers", "rejected_steps", "undone_steps")
 
 
 class Steps(NamedTuple):
@@ -135,12 +139,12 @@ class Training:
             "finite": _finite(moved),
             "state finite": _finite(new._replace(monitor=None)),
             "moved": ~_equal(moved, params),
+            "undone": _equal(moved, _before_the_last_step(params, state)),
             "gradient finite": _finite(grads),
             "inputs finite": jnp.isfinite(jnp.vdot(x, x)),
             "due": state.count % self.every == 0,
             "counters": {
-                name: getattr(new.monitor, name) - getattr(state.monitor, name)
-                for name in ("refreshes", "rejected_refreshes", "outliers", "rejected_steps")
+                name: getattr(new.monitor, name) - getattr(state.monitor, name) for name in COUNTERS
             }
             | {"steps": new.count - state.count},
             "factors": new.factors,
@@ -169,6 +173,13 @@ def _finite(tree):
     return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
 
+def _before_the_last_step(params, state):
+    """Where a step that sets itself goes back to; nowhere, where there is a rate."""
+    if state.fit is None:
+        return params
+    return jax.tree.map(jnp.subtract, params, state.last_step)
+
+
 def _equal(a, b):
     return jnp.stack(jax.tree.leaves(jax.tree.map(lambda x, y: (x == y).all(), a, b))).all()
 
@@ -193,11 +204,13 @@ def check(account):
     counters = account["counters"]
     assert account["finite"].all()
     assert account["state finite"].all()
-    # A step is taken, or refused and counted; a refused one leaves the parameters alone.
+    # A step is taken, or refused and counted; a refused one leaves the parameters alone, or, where
+    # steps set themselves, undoes the last one, as one does that is found to have done harm.
     taken, refused = counters["steps"] == 1, counters["rejected_steps"] == 1
     waiting = np.cumsum(counters["refreshes"]) == 0  # for the first good statistics
     np.testing.assert_array_equal(taken + refused + (waiting & ~refused), 1)
-    assert not account["moved"][~taken].any()
+    assert account["undone"][refused | (counters["undone_steps"] == 1)].all()
+    assert not account["moved"][~taken & ~refused].any()
     # What is bad is refused and counted.
     assert refused[~account["gradient finite"]].all()
     bad = account["due"] & account["gradient finite"] & ~account["inputs finite"]
@@ -227,7 +240,9 @@ def fuzz(name, steps):
         check(after)
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize(
+    "name", ["kfac, nothing set", "kfac", "q", "qe", pytest.param("so", marks=pytest.mark.slow)]
+)
 def test_hundreds_of_poisoned_steps_are_counted_and_survived(name):
     fuzz(name, 400)
 
@@ -267,6 +282,20 @@ def test_one_absurd_batch_leaves_the_average_as_it_was(name, kind):
         assert np.abs(later[block][0] - after[block][0]).max() > 1e-4
     assert np.flatnonzero(account["counters"]["outliers"]).tolist() == [30]
     assert account["counters"]["refreshes"].sum() == -(-CHUNK // 3)
+
+
+@pytest.mark.parametrize("at", [30, 45], ids=["all of it is measured", "between"])
+def test_with_nothing_set_a_batch_of_absurd_scale_throws_the_parameters_nowhere(at):
+    """Its outputs saturate: the loss has a slope, and no Fisher that would bound a step."""
+    training = training_of("kfac, nothing set")
+    steps = spoil(honest(2 * CHUNK, seed=4), "1e6", [at])
+    (params, state), account = training.run((training.params, training.state), steps)
+    check(account)
+    assert max(np.abs(x).max() for x in jax.tree.leaves(params)) < 100
+    honest_ones = np.delete(account["loss"], at)
+    assert honest_ones.max() < 100
+    assert np.median(account["loss"][-50:]) < WELL
+    assert kw.diagnostics(state)["loss_scale"] == 1
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -13,7 +13,8 @@ import kldwrm_jax as kw
 from kldwrm_jax.curvature.outliers import PATIENCE
 
 COMMON = {"learning_rate": 0.3, "refresh_every": 2}
-MAKE = {
+NOTHING_SET = "kfac, nothing set"
+RATED = {
     "kfac": (kw.kfac, COMMON),
     "so": (kw.so_kldwrm, COMMON | {"nu": 0.1}),
     "q": (kw.q_kldwrm, COMMON),
@@ -24,6 +25,8 @@ MAKE = {
         COMMON | {"solver": "reweighted", "inverse": kw.Inverse(every=4)},
     ),
 }
+
+MAKE = {NOTHING_SET: (kw.kfac, {"refresh_every": 2})} | RATED
 
 
 def poisoned_oracle(oracle, poison):
@@ -71,6 +74,16 @@ def training(request, trainings):
     return trainings[request.param]
 
 
+@pytest.fixture(params=RATED)
+def rated(request, trainings):
+    return trainings[request.param]
+
+
+@pytest.fixture
+def nothing_set(trainings):
+    return trainings[NOTHING_SET]
+
+
 def assert_same(got, expected):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
@@ -87,10 +100,56 @@ def assert_finite(params, state):
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("at", [1, 4], ids=["between", "refresh"])
+@pytest.mark.parametrize("where", ["gradient", "statistics"])
+def test_with_nothing_set_a_bad_batch_undoes_the_step_that_led_to_it(
+    nothing_set, poison, at, where
+):
+    """And the curvature stays; a second one changes no parameter; then training goes on."""
+    bad = {"in_gradient": poison} if where == "gradient" else {"in_statistics": poison}
+    earlier = nothing_set.go(*nothing_set.start(), range(at - 1))
+    before = nothing_set.go(*earlier, [at - 1])
+    params, state = nothing_set.go(*before, [at], **bad)
+    assert_close(params, earlier[0])
+    assert_finite(params, state)
+    for field in ("count", "factors", "inverses", "calibration"):
+        assert_same(getattr(state, field), getattr(before[1], field))
+    assert state.fit.limit <= 0.5 * before[1].fit.limit
+    assert state.fit.damping > before[1].fit.damping
+    scalars, previously = kw.diagnostics(state), kw.diagnostics(before[1])
+    assert scalars["rejected_steps"] == previously["rejected_steps"] + 1
+    assert scalars["steps"] == previously["steps"]
+    assert scalars["refreshes"] == previously["refreshes"]
+    due = where == "statistics" and at % 2 == 0
+    assert scalars["rejected_refreshes"] == previously["rejected_refreshes"] + due
+
+    again, after = nothing_set.go(params, state, [at], **bad)
+    assert_same(again, params)
+    assert kw.diagnostics(after)["rejected_steps"] == previously["rejected_steps"] + 2
+
+    recovered, after = nothing_set.go(again, after, range(at, at + 60))
+    assert_finite(recovered, after)
+    loss = nothing_set.problem.oracle(params, 0).loss
+    assert loss(recovered) < 0.9 * loss(before[0])
+    assert kw.diagnostics(after)["rejected_steps"] == previously["rejected_steps"] + 2
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_with_nothing_set_a_bad_first_gradient_changes_nothing(nothing_set, poison):
+    start = nothing_set.start()
+    params, state = nothing_set.go(*start, [0], in_gradient=poison)
+    assert_same(params, start[0])
+    assert_same(state._replace(monitor=None), start[1]._replace(monitor=None))
+    assert kw.diagnostics(state)["rejected_steps"] == 1
+    late, prompt = (nothing_set.go(*x, range(3)) for x in ((params, state), start))
+    assert_same(late[0], prompt[0])
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("at", [0, 1, 4], ids=["first", "between", "refresh"])
-def test_a_bad_gradient_gives_a_zero_update_and_an_unchanged_state(training, poison, at):
-    before = training.go(*training.start(), range(at))
-    params, state, updates = training.step(*before, at, poison, 0.0)
+def test_a_bad_gradient_gives_a_zero_update_and_an_unchanged_state(rated, poison, at):
+    before = rated.go(*rated.start(), range(at))
+    params, state, updates = rated.step(*before, at, poison, 0.0)
     assert not any(x.any() for x in jax.tree.leaves(updates))
     assert_same(params, before[0])
     assert_same(state._replace(monitor=None), before[1]._replace(monitor=None))
@@ -100,14 +159,14 @@ def test_a_bad_gradient_gives_a_zero_update_and_an_unchanged_state(training, poi
         assert scalars[counter] == previously[counter]
     assert_finite(params, state)
     # Afterwards all is as if it had not happened.
-    clean, poisoned = (training.go(*x, [at, at + 1])[0] for x in (before, (params, state)))
+    clean, poisoned = (rated.go(*x, [at, at + 1])[0] for x in (before, (params, state)))
     assert_same(poisoned, clean)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_bad_statistics_leave_the_last_good_inverse_in_use(training, poison):
-    before = training.go(*training.start(), range(4))
-    params, state, updates = training.step(*before, 4, 0.0, poison)
+def test_bad_statistics_leave_the_last_good_inverse_in_use(rated, poison):
+    before = rated.go(*rated.start(), range(4))
+    params, state, updates = rated.step(*before, 4, 0.0, poison)
     assert_finite(params, state)
     assert any(x.any() for x in jax.tree.leaves(updates))
     assert_same(state.factors, before[1].factors)
@@ -119,16 +178,16 @@ def test_bad_statistics_leave_the_last_good_inverse_in_use(training, poison):
     assert scalars["steps"] == 5
 
     # The step is that of a step without a refresh, with the same gradient.
-    if training.name in ("kfac", "so", "q"):
-        grads, _ = training.problem.measure(before[0], 4)
+    if rated.name in ("kfac", "so", "q"):
+        grads, _ = rated.problem.measure(before[0], 4)
         later = before[1]._replace(count=before[1].count + 1)  # no refresh is due
         # Whose batch is just as bad, so that the true size of the step stays unknown.
-        oracle = poisoned_oracle(training.problem.oracle(before[0], 4), poison)
-        expected, _ = small_nets.jit(training.tx.update)(grads, later, before[0], oracle=oracle)
+        oracle = poisoned_oracle(rated.problem.oracle(before[0], 4), poison)
+        expected, _ = small_nets.jit(rated.tx.update)(grads, later, before[0], oracle=oracle)
         assert_close(updates, expected)
 
     # The next good refresh is taken.
-    params, state = training.go(params, state, range(5, 9))
+    params, state = rated.go(params, state, range(5, 9))
     assert_finite(params, state)
     scalars = kw.diagnostics(state)
     assert scalars["rejected_refreshes"] == 1
@@ -178,6 +237,7 @@ def test_a_huge_but_finite_gradient_does_not_jam_the_optimizer(training, size):
 
 
 UNDAMPED = {
+    "kfac, no rate": lambda layers, **own: kw.kfac(layers, damping=0.0, **own),
     "kfac": lambda layers, **own: kw.kfac(layers, 0.1, damping_mode="factored", damping=0.0, **own),
     "q": lambda layers, **own: kw.q_kldwrm(layers, 0.1, damping=0.0, **own),
 }
@@ -257,11 +317,10 @@ def test_steps_that_wait_for_a_first_inverse_are_refusals(training):
     assert kw.diagnostics(state)["refused_in_a_row"] == 4
 
 
-@pytest.fixture(scope="module")
-def stuck():
+@pytest.fixture(scope="module", params=[NOTHING_SET, "kfac"])
+def stuck(request, trainings):
     """A training that has stood still for ten steps, its last state, and the one before."""
-    training = Training("kfac", small_nets.problem(norm=False), None)
-    training = Training("kfac", training.problem, kw.kfac(training.problem.layers, 0.1))
+    training = trainings[request.param]
     before = training.go(*training.start(), range(9), in_gradient=np.nan)
     return training, before, training.go(*before, [9], in_gradient=np.nan)
 
