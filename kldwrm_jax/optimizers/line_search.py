@@ -12,7 +12,7 @@ _HALVINGS = 12  # down to 1/4096 of the solution; what needs less needs more dam
 Search = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # halvings, best rate, its loss, over
 
 
-def best_rate(oracle: Oracle, solution: Leaves) -> jax.Array:
+def best_rate(oracle: Oracle, solution: Leaves) -> tuple[jax.Array, jax.Array]:
     """The rate with the lowest loss on the batch, of 1, 1/2, 1/4, ...
 
     They are halved until the loss is finite and lower than without a step, and then for as long as
@@ -23,7 +23,8 @@ def best_rate(oracle: Oracle, solution: Leaves) -> jax.Array:
       solution: what the rate multiplies.
 
     Returns:
-      The rate; 0 where none lowers the loss, not a number where the loss itself is not finite.
+      The rate, 0 where none lowers the loss and not a number where the loss itself is not finite,
+      and by how much the loss falls.
     """
     leaves = leaves_by_path(oracle.params)
     here = oracle.loss(oracle.params)
@@ -49,5 +50,6 @@ def best_rate(oracle: Oracle, solution: Leaves) -> jax.Array:
         )
 
     start = (jnp.zeros((), jnp.int32), jnp.zeros_like(here), here, jnp.zeros((), bool))
-    _, best, _, _ = jax.lax.while_loop(goes_on, attempt, start)
-    return jnp.where(jnp.isfinite(here), best, jnp.nan).astype(float)
+    _, best, lowest, _ = jax.lax.while_loop(goes_on, attempt, start)
+    rate = jnp.where(jnp.isfinite(here), best, jnp.nan)
+    return rate.astype(float), (here - lowest).astype(float)

@@ -22,23 +22,16 @@ from kldwrm_jax.arguments import check_decay, check_non_negative, check_positive
 from kldwrm_jax.capture import Oracle, sample_space
 from kldwrm_jax.curvature import Layers
 from kldwrm_jax.finite import squared_norm, vdot
-from kldwrm_jax.optimizers import eager
+from kldwrm_jax.optimizers import eager, found_damping
 from kldwrm_jax.optimizers.clipping import kl_clip_factor
 from kldwrm_jax.optimizers.damped_model import DampedModel
+from kldwrm_jax.optimizers.found_damping import FoundDamping
 from kldwrm_jax.optimizers.line_search import best_rate
 from kldwrm_jax.optimizers.rejection import check_not_stuck, fits
 from kldwrm_jax.optimizers.same_model import check_same_model
 from kldwrm_jax.optimizers.state import NaturalGradientState, increment_if, new_monitor
 from kldwrm_jax.paths import Leaves, leaves_by_path, leaves_like, replace_leaves
 
-# The first damping, in units of the mean of the diagonal of K. From 1e-8 to 1e-4 it made little
-# difference after fifty steps on the equations of examples/equations.py.
-_INITIAL = 1e-6
-# What the damping is multiplied by after a step of at least, or of less than, some rate. Lowering
-# it after full solutions alone and raising it below a half stalled on Poisson's equation, 2-d, at
-# ten times the error (one seed).
-_LOWER, _LOWER_FROM = 1 / 3, 0.5
-_HIGHER, _HIGHER_BELOW = 4.0, 0.25
 _DAMPING = 1e-3  # beside a learning rate
 # The lowest damping, in units of the machine epsilon times the trace of K. In float32 it is what
 # holds the error up: on Poisson's equation 0.1 left 0.35 and 0.84 of what 1 did, of two seeds.
@@ -68,10 +61,11 @@ def natural_gradient(
         search halves it, from 1 down to 1/4096, for as long as the loss on the batch falls; 0
         where no rate lowers it. It needs targets or residuals, and a batch that says nearly all.
       damping: :math:`\gamma`, a number or an Optax schedule. None: with a learning rate 1e-3;
-        without one, a millionth of the Fisher's mean over samples at first, then a third of the
-        last step's where the search took a rate of 1/2 or more, and four times as much where it
-        took less than 1/4. Never less than a tenth of the machine epsilon times the Fisher's
-        trace, and more where the linear system can not be solved with that.
+        without one, a millionth of the Fisher's mean over samples at first. Then a fifth of the
+        last step's where the search took a rate of 1/2 or more, twice as much where it took less
+        than 1/4, and 1.5 times as much where the next batches confirm less than a quarter of what
+        the steps' own batches gained. Never less than a tenth of the machine epsilon times the
+        Fisher's trace, and more where the linear system can not be solved with that.
       memory: :math:`\mu`, SPRING's: the damping term is anchored at :math:`\mu` times the last
         solution, in place of zero, so that what earlier batches said is not lost where this one
         says nothing. 0.9 or more where batches are small.
@@ -159,7 +153,8 @@ class NaturalGradient:
         self.layers.active(leaves_by_path(params))
         zeros = jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), float), params)
         solution = zeros if self._remembers else None
-        return NaturalGradientState(jnp.zeros((), jnp.int32), solution, new_monitor())
+        found = found_damping.unknown() if self._finds_damping else None
+        return NaturalGradientState(jnp.zeros((), jnp.int32), solution, found, new_monitor())
 
     def update(
         self,
@@ -203,8 +198,9 @@ class NaturalGradient:
                 "net.oracle(params, ..., targets=y), or natural_gradient(layers, learning_rate)"
             )
         model = DampedModel(space, space.gram(), g, self._anchor(state, g))
-        phi, damping = model.minimiser(self._damping(state, jnp.trace(model.gram), len(model.gram)))
-        rate = self._rate(state, oracle, phi)
+        found = self._judged(state, oracle)
+        phi, damping = model.minimiser(self._damping(state, found, model.gram))
+        rate, decrease = self._rate(state, oracle, phi)
         size = rate**2 * squared_norm(space.times(phi))
         clip = jnp.ones((), float)
         if self.kl_clip is not None:
@@ -213,57 +209,81 @@ class NaturalGradient:
         finite = jnp.isfinite(size) & jnp.isfinite(vdot(s, s)) & jnp.isfinite(vdot(g, g))
         finite &= rate >= 0
         # A search that takes little of a solution says that it is not one to remember.
-        last = optax.tree.scale(rate, phi) if self.learning_rate is None else phi
+        last = s if self.learning_rate is None else phi
+        if found is not None:
+            found = found._replace(damping=damping, rate=rate, promise=decrease)
         new = NaturalGradientState(
             optax.safe_increment(state.count),
             replace_leaves(state.solution, last) if self._remembers else None,
+            found,
             state.monitor._replace(
                 kl_clip=clip,
                 learning_rate=rate,
                 momentum=jnp.asarray(self.memory, float),
                 damping=damping,
+                reduction_ratio=jnp.zeros((), float) if found is None else found.share,
             ),
         )
         return _accept(updates, state, new, s, finite)
 
-    def _damping(self, state: NaturalGradientState, trace: jax.Array, rows: int) -> jax.Array:
-        """What was given, or what the last step's rate makes of its damping."""
-        if self.damping is not None:
+    def _judged(self, state: NaturalGradientState, oracle: Oracle) -> FoundDamping | None:
+        """What is known of the last steps, with what this batch says of the last one."""
+        if state.found is None:
+            return None
+        here, last = leaves_by_path(oracle.params), leaves_by_path(state.solution)
+        before = {path: here[path] - s.astype(here[path].dtype) for path, s in last.items()}
+        there = oracle.loss(replace_leaves(oracle.params, before))
+        return state.found.judged((there - oracle.loss(oracle.params)).astype(float))
+
+    def _damping(
+        self, state: NaturalGradientState, found: FoundDamping | None, gram: jax.Array
+    ) -> jax.Array:
+        """What was given, or what is found."""
+        trace = jnp.trace(gram)
+        if found is not None:
+            damping = found.next(trace, len(gram))
+        elif self.damping is not None:
             damping = jnp.asarray(_at(state.count, self.damping), float)
-        elif self.learning_rate is not None:
-            damping = jnp.asarray(_DAMPING, float)
         else:
-            last, rate = state.monitor.damping, state.monitor.learning_rate
-            factor = jnp.where(rate < _HIGHER_BELOW, _HIGHER, 1)
-            factor = jnp.where(rate >= _LOWER_FROM, _LOWER, factor)
-            damping = jnp.where(state.count == 0, _INITIAL * trace / rows, factor * last)
-            damping = jnp.minimum(damping, trace)
+            damping = jnp.asarray(_DAMPING, float)
         return jnp.maximum(damping, _LOWEST * jnp.finfo(trace.dtype).eps * trace)
 
-    def _rate(self, state: NaturalGradientState, oracle: Oracle, phi: Leaves) -> jax.Array:
-        """The learning rate that was given, or the one that a line search finds."""
-        if self.learning_rate is not None:
-            return jnp.asarray(_at(state.count, self.learning_rate), float)
-        return best_rate(oracle, phi)
+    def _rate(
+        self, state: NaturalGradientState, oracle: Oracle, phi: Leaves
+    ) -> tuple[jax.Array, jax.Array]:
+        """The learning rate, and by how much a line search has lowered the loss with it."""
+        if self.learning_rate is None:
+            return best_rate(oracle, phi)
+        return jnp.asarray(_at(state.count, self.learning_rate), float), jnp.zeros((), float)
 
     def _anchor(self, state: NaturalGradientState, g: Leaves) -> Leaves | None:
         r""":math:`\mu \phi_{k-1}`."""
-        if state.solution is None:
+        if not self._has_memory:
             return None
         last, memory = leaves_by_path(state.solution), jnp.asarray(self.memory, float)
         return {path: memory * last[path] for path in g}
 
     def _check_state(self, state: NaturalGradientState) -> None:
         if not isinstance(state, NaturalGradientState) or (
-            (state.solution is not None) != self._remembers
+            (state.solution is not None, state.found is not None)
+            != (self._remembers, self._finds_damping)
         ):
             raise ValueError(
-                f"the state is not one of natural_gradient with memory={self.memory!r}: make one "
-                f"by this optimizer's init(params)"
+                f"the state is not one of natural_gradient with "
+                f"learning_rate={self.learning_rate!r}, damping={self.damping!r} and "
+                f"memory={self.memory!r}: make one by this optimizer's init(params)"
             )
 
     @property
+    def _finds_damping(self) -> bool:
+        return self.learning_rate is None and self.damping is None
+
+    @property
     def _remembers(self) -> bool:
+        return self._finds_damping or self._has_memory
+
+    @property
+    def _has_memory(self) -> bool:
         return not (isinstance(self.memory, int | float) and self.memory == 0)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from kldwrm_jax.arguments import Scalar, check_count
+from kldwrm_jax.optimizers.found_damping import FoundDamping
 from kldwrm_jax.optimizers.rejection import STUCK, WAY_OUT, check_not_stuck, is_stuck
 from kldwrm_jax.optimizers.self_setting import FitState
 
@@ -67,7 +68,8 @@ class NaturalGradientState(NamedTuple):
     """State of :func:`natural_gradient`: arrays only."""
 
     count: chex.Array  # int32 []: steps taken
-    solution: optax.Updates | None  # phi_{k-1}, before the learning rate; None without memory
+    solution: optax.Updates | None  # phi_{k-1}: with a learning rate, before it, if memory needs it
+    found: FoundDamping | None  # with nothing set
     monitor: Monitor
 
 
