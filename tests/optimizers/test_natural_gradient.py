@@ -173,7 +173,7 @@ def test_damping_follows_the_rate_of_the_last_step():
 
 def test_damping_rises_where_the_next_batch_denies_the_decrease():
     """Every batch is noise of its own: whatever lowers its loss raises the others'."""
-    model, net, params, x, _ = regression(examples=12)
+    _, net, params, x, _ = regression(examples=12)
     tx = kw.natural_gradient(net.layers)
     state, shares, dampings = tx.init(params), [], []
     for i in range(60):
