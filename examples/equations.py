@@ -98,7 +98,7 @@ def second_derivatives(u: Function, x: jax.Array, axes: range) -> jax.Array:
     """The sum of the second derivatives along some axes: a ``jvp`` of a ``jvp`` for each."""
 
     def along(direction: jax.Array) -> jax.Array:
-        v = jnp.broadcast_to(direction, x.shape)
+        v = jnp.broadcast_to(direction, x.shape).astype(x.dtype)
         return jax.jvp(lambda x: jax.jvp(u, (x,), (v,))[1], (x,), (v,))[1]
 
     return jax.vmap(along)(jnp.eye(x.shape[-1])[axes.start : axes.stop]).sum(axis=0)
@@ -106,7 +106,7 @@ def second_derivatives(u: Function, x: jax.Array, axes: range) -> jax.Array:
 
 def first_derivative(u: Function, x: jax.Array, axis: int) -> jax.Array:
     """The derivative along one axis."""
-    return jax.jvp(u, (x,), (jnp.broadcast_to(jnp.eye(x.shape[-1])[axis], x.shape),))[1]
+    return jax.jvp(u, (x,), (jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=x.dtype)[axis], x.shape),))[1]
 
 
 def poisson(solution: Function, dimensions: int, **sizes: int) -> Equation:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
 
 from kldwrm_jax.capture.model import Model
 from kldwrm_jax.capture.oracle import Oracle
@@ -50,6 +51,15 @@ class SampleSpace(NamedTuple):
     def transposed(self, y: jax.Array) -> Leaves:
         """:math:`J'y`."""
         return {p: jnp.tensordot(y, j, 1, precision=_HIGHEST) for p, j in self.rows.items()}
+
+    def solved(self, lower: jax.Array) -> "SampleSpace":
+        r"""The space with the rows :math:`L^{-1}J` and no errors."""
+
+        def own(j: jax.Array) -> jax.Array:
+            flat = j.reshape(j.shape[0], -1)
+            return solve_triangular(lower, flat, lower=True).reshape(j.shape)
+
+        return SampleSpace({path: own(j) for path, j in self.rows.items()}, None)
 
     def gram(self) -> jax.Array:
         """:math:`JJ'`."""

@@ -10,17 +10,21 @@ besides, such as weight decay. Where :math:`e` is not known, :math:`J'e` is the 
 in the space of the rows.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
 
+from kldwrm_jax.arguments import Scalar
 from kldwrm_jax.capture import SampleSpace
 from kldwrm_jax.finite import squared_norm, vdot
 from kldwrm_jax.paths import Leaves
 
 _RAISE = 4.0  # the damping by, where the linear system can not be solved
 _ROUNDING = 100.0  # of a gradient, in units of the machine epsilon
+_DOUBLE = 1e-10  # a machine epsilon below this needs no second pass
 
 
 class DampedModel(NamedTuple):
@@ -34,40 +38,55 @@ class DampedModel(NamedTuple):
     def minimiser(self, damping: jax.Array) -> tuple[Leaves, jax.Array]:
         r""":math:`\phi`, and the damping that it was found with.
 
-        Near the rounding error of :math:`K` there may be no Cholesky factor: damping is raised
-        until there is one.
+        In double precision there may be no Cholesky factor near the rounding error of :math:`K`:
+        damping is raised until there is one.
         """
         space, errors = self.space, self._errors()
         rest = self._rest(errors)
-        factor, damping = self._factor(damping)
+        solution, damping = self._inverse(damping)
         y = errors - space.times(rest) / damping
         if self.anchor is not None:
             y += space.times(self.anchor)
-        # (K + gamma) z = y, and once again for what is left, as K has been rounded and J has not.
-        z = jax.scipy.linalg.cho_solve((factor, True), y)
-        left = y - space.times(space.transposed(z)) - damping * z
-        jz = space.transposed(z + jax.scipy.linalg.cho_solve((factor, True), left))
+        jz = solution(y)
         phi = {path: -x - rest[path] / damping for path, x in jz.items()}
         if self.anchor is not None:
             phi = {path: self.anchor[path] + x for path, x in phi.items()}
         return phi, damping
 
-    def _factor(self, damping: jax.Array) -> tuple[jax.Array, jax.Array]:
-        r"""The Cholesky factor of :math:`K + \gamma`, and the damping, raised if it has to be."""
-        trace, identity = jnp.trace(self.gram), jnp.eye(len(self.gram), dtype=self.gram.dtype)
+    def _inverse(self, damping: jax.Array) -> tuple[Callable[[jax.Array], Leaves], jax.Array]:
+        r""":math:`J'(K + \gamma)^{-1}` as a function, and the damping, raised if it has to be."""
+        if jnp.finfo(self.gram.dtype).eps > _DOUBLE:
+            return self._inverse_in_two_passes(damping), damping
+        space = self.space
+        factor, damping = _cholesky(self.gram, damping)
 
-        def cholesky(damping: jax.Array) -> jax.Array:
-            return jnp.linalg.cholesky(self.gram + damping * identity)
+        def solution(y: jax.Array) -> Leaves:
+            # Once again for what is left, as K has been rounded and J has not.
+            z = jax.scipy.linalg.cho_solve((factor, True), y)
+            left = y - space.times(space.transposed(z)) - damping * z
+            return space.transposed(z + jax.scipy.linalg.cho_solve((factor, True), left))
 
-        def fails(tried: tuple[jax.Array, jax.Array]) -> jax.Array:
-            factor, damping = tried
-            return ~jnp.isfinite(factor[-1, -1]) & (damping < trace)  # false if K is not finite
+        return solution, damping
 
-        def raised(tried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            damping = _RAISE * tried[1]
-            return cholesky(damping), damping
+    def _inverse_in_two_passes(self, damping: jax.Array) -> Callable[[jax.Array], Leaves]:
+        r""":math:`J'(K + \gamma)^{-1}` where :math:`\gamma` is lost in the rounding of :math:`K`.
 
-        return jax.lax.while_loop(fails, raised, (cholesky(damping), damping))
+        With the Cholesky factor :math:`L` of :math:`K` and a damping that is above its rounding,
+        the rows of :math:`P = L^{-1}J` are nearly orthogonal, and the Gram matrix of *them* shows
+        what :math:`K` could not: :math:`K + \gamma = L (PP' + \gamma (L'L)^{-1}) L'`.
+        """
+        n, numbers = len(self.gram), jnp.finfo(self.gram.dtype)
+        factor, _ = _cholesky(self.gram, jnp.maximum(damping, numbers.eps * jnp.trace(self.gram)))
+        whitened = self.space.solved(factor)
+        inverse = solve_triangular(factor, jnp.eye(n, dtype=factor.dtype), lower=True)
+        own = jnp.matmul(inverse, inverse.T, precision=jax.lax.Precision.HIGHEST)
+        second, _ = _cholesky(whitened.gram() + damping * own, numbers.eps)
+
+        def solution(y: jax.Array) -> Leaves:
+            z = jax.scipy.linalg.cho_solve((second, True), solve_triangular(factor, y, lower=True))
+            return whitened.transposed(z)
+
+        return solution
 
     def _errors(self) -> jax.Array:
         r""":math:`e`; where it is not known, the solution of :math:`Ke = Jg`.
@@ -80,7 +99,7 @@ class DampedModel(NamedTuple):
             return self.space.errors
         rows, numbers = len(self.gram), jnp.finfo(self.gram.dtype)
         least = rows * numbers.eps * jnp.trace(self.gram)
-        factor, _ = self._factor(jnp.maximum(least, numbers.tiny))
+        factor, _ = _cholesky(self.gram, jnp.maximum(least, numbers.tiny))
         e = jax.scipy.linalg.cho_solve((factor, True), self.space.times(self.g))
         left = self.space.times(self._without(e))
         return e + jax.scipy.linalg.cho_solve((factor, True), left)
@@ -101,3 +120,22 @@ class DampedModel(NamedTuple):
         rounding = _ROUNDING * jnp.finfo(terms.dtype).eps
         is_none = vdot(rest, rest) <= rounding**2 * terms  # false where it is not a number
         return {path: jnp.where(is_none, 0, x) for path, x in rest.items()}
+
+
+def _cholesky(matrix: jax.Array, damping: Scalar) -> tuple[jax.Array, jax.Array]:
+    r"""The Cholesky factor of :math:`A + \gamma`, and the damping, raised if it has to be."""
+    trace, identity = jnp.trace(matrix), jnp.eye(len(matrix), dtype=matrix.dtype)
+
+    def factor(damping: jax.Array) -> jax.Array:
+        return jnp.linalg.cholesky(matrix + damping * identity)
+
+    def fails(tried: tuple[jax.Array, jax.Array]) -> jax.Array:
+        factor, damping = tried
+        return ~jnp.isfinite(factor[-1, -1]) & (damping < trace)  # false if A is not finite
+
+    def raised(tried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        damping = _RAISE * tried[1]
+        return factor(damping), damping
+
+    first = jnp.asarray(damping, matrix.dtype)
+    return jax.lax.while_loop(fails, raised, (factor(first), first))
