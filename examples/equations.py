@@ -106,7 +106,8 @@ def second_derivatives(u: Function, x: jax.Array, axes: range) -> jax.Array:
 
 def first_derivative(u: Function, x: jax.Array, axis: int) -> jax.Array:
     """The derivative along one axis."""
-    return jax.jvp(u, (x,), (jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=x.dtype)[axis], x.shape),))[1]
+    direction = jnp.eye(x.shape[-1], dtype=x.dtype)[axis]
+    return jax.jvp(u, (x,), (jnp.broadcast_to(direction, x.shape),))[1]
 
 
 def poisson(solution: Function, dimensions: int, **sizes: int) -> Equation:

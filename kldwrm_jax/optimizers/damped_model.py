@@ -75,12 +75,12 @@ class DampedModel(NamedTuple):
         the rows of :math:`P = L^{-1}J` are nearly orthogonal, and the Gram matrix of *them* shows
         what :math:`K` could not: :math:`K + \gamma = L (PP' + \gamma (L'L)^{-1}) L'`.
         """
-        n, numbers = len(self.gram), jnp.finfo(self.gram.dtype)
-        factor, _ = _cholesky(self.gram, jnp.maximum(damping, numbers.eps * jnp.trace(self.gram)))
+        n, rounding = len(self.gram), float(jnp.finfo(self.gram.dtype).eps)
+        factor, _ = _cholesky(self.gram, jnp.maximum(damping, rounding * jnp.trace(self.gram)))
         whitened = self.space.solved(factor)
         inverse = solve_triangular(factor, jnp.eye(n, dtype=factor.dtype), lower=True)
         own = jnp.matmul(inverse, inverse.T, precision=jax.lax.Precision.HIGHEST)
-        second, _ = _cholesky(whitened.gram() + damping * own, numbers.eps)
+        second, _ = _cholesky(whitened.gram() + damping * own, rounding)
 
         def solution(y: jax.Array) -> Leaves:
             z = jax.scipy.linalg.cho_solve((second, True), solve_triangular(factor, y, lower=True))

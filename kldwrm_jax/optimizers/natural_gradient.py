@@ -34,7 +34,7 @@ from kldwrm_jax.paths import Leaves, leaves_by_path, leaves_like, replace_leaves
 
 _DAMPING = 1e-3  # beside a learning rate
 # The lowest damping, in units of the trace of K. On Poisson's equation, 2-d, the error after 20
-# seconds was 2e-6 and 3e-6 of two seeds with 1e-12, 1e-6 and 1e-5 with 1e-13, 7e-7 and 8e-7 with
+# seconds was 2e-6 and 3e-6 of two seeds with 1e-12, 1e-6 and 1e-5 with 1e-13, 7e-7 and 4e-7 with
 # 1e-14, 1e-5 and 4e-6 with 2e-16. In single precision also, in units of the squared epsilon: what
 # is below is lost in the rounding of J.
 _LOWEST, _LOWEST_ROUNDING = 1e-14, 10.0
@@ -66,7 +66,8 @@ def natural_gradient(
         without one, a millionth of the Fisher's mean over samples at first. Then a fifth of the
         last step's where the search took a rate of 1/2 or more, twice as much where it took less
         than 1/4, and 1.5 times as much where the next batches confirm less than a quarter of what
-        the steps' own batches gained. Never less than 1e-14 of the Fisher's trace (1e-13 in float32).
+        the steps' own batches gained. Never less than 1e-14 of the Fisher's trace, or 1e-13 in
+        float32.
       memory: :math:`\mu`, SPRING's: the damping term is anchored at :math:`\mu` times the last
         solution, in place of zero, so that what earlier batches said is not lost where this one
         says nothing. 0.9 or more where batches are small.
