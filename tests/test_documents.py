@@ -21,6 +21,7 @@ TRAINED = {
     "docs/checkpoints.md": (1, 0.1),
     "docs/derivatives.md": (1, 0.01),
     "docs/many_devices.md": (2, 0.01),
+    "docs/physics.md": (1, 1e-6),
     "docs/self_setting.md": (1, 0.005),
 }
 
