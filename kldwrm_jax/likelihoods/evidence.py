@@ -33,22 +33,12 @@ class Evidence(NamedTuple):
         squares = {name: x / parts**2 for name, x in sums if name.endswith("_square")}
         return jax.tree.map(lambda x: x / parts, self)._replace(**squares)
 
-    def with_zero(self, i: int) -> "Evidence":
-        """The evidence with one more direction, of zero."""
-        slopes = jnp.insert(self.slopes, i, 0)
-        return self._replace(fisher=with_zero(self.fisher, i), slopes=slopes)
-
     @property
     def effective_samples(self) -> jax.Array:
         r"""How many samples carry the first direction's curvature: :math:`(\sum d)^2/\sum d^2`."""
         known = self.size_square > 0
         many = self.fisher[0, 0] ** 2 / jnp.where(known, self.size_square, 1)
         return jnp.where(known, many, jnp.inf)
-
-
-def with_zero(matrix: jax.Array, i: int) -> jax.Array:
-    """A matrix with one more row and column, of zeros."""
-    return jnp.insert(jnp.insert(matrix, i, 0, axis=0), i, 0, axis=1)
 
 
 def evidence_here(

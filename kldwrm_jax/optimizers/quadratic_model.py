@@ -17,7 +17,7 @@ import optax
 from kldwrm_jax.arguments import Scalar
 from kldwrm_jax.capture import Oracle
 from kldwrm_jax.finite import vdot
-from kldwrm_jax.likelihoods.evidence import Evidence, with_zero
+from kldwrm_jax.likelihoods.evidence import Evidence
 from kldwrm_jax.paths import Leaves
 
 
@@ -47,16 +47,6 @@ class QuadraticModel(NamedTuple):
             keep * self.slope,
             both * self.fisher,
             both * self.norms,
-            self.samples,
-        )
-
-    def with_zero(self, i: int) -> "QuadraticModel":
-        """The model with one more direction, of zero."""
-        return QuadraticModel(
-            jnp.insert(self.loss_slope, i, 0),
-            jnp.insert(self.slope, i, 0),
-            with_zero(self.fisher, i),
-            with_zero(self.norms, i),
             self.samples,
         )
 
@@ -106,15 +96,8 @@ def measure(
     """
     evidence = _over_parts(oracle, directions, examples_of, place, parts)
     loss_slope, slope = (jnp.stack([vdot(v, g) for v in directions]) for g in gradients)
-    norms = _products(directions)
+    norms = jnp.stack([jnp.stack([vdot(u, v) for v in directions]) for u in directions])
     return QuadraticModel(loss_slope, slope, evidence.fisher, norms, oracle.samples), evidence
-
-
-def _products(directions: list[Leaves]) -> jax.Array:
-    """:math:`V'V`: every pair once, for it reads both."""
-    k = len(directions)
-    upper = {(i, j): vdot(directions[i], directions[j]) for i in range(k) for j in range(i, k)}
-    return jnp.stack([jnp.stack([upper[min(i, j), max(i, j)] for j in range(k)]) for i in range(k)])
 
 
 def parts_of(oracle: Oracle, examples_of: Callable[[tuple[int, ...]], int]) -> int:

@@ -212,38 +212,24 @@ class SelfSetting:
             ),
         )
         due = self.fit.is_due(inputs.k, before.fitting) | first
-        g, (offset, last) = inputs.gradients.g, others
-        proposal = jax.tree.map(jnp.negative, direction.v)
-        whole = inputs.k % _WHOLE_EVERY == 0
-        few = jnp.ceil(_ENOUGH / jnp.maximum(known.effective, 1))
-        parts = jnp.where(whole, _MOST_PARTS, few)
-
-        def measured(*directions: Leaves) -> tuple[QuadraticModel, Evidence]:
-            gradients = g, inputs.gradients.objective(inputs.at.calibration)
-            examples_of, k = self.fit.examples_of, inputs.k
-            return measure(inputs.oracle, [*directions], gradients, examples_of, k, parts)
-
-        def with_second() -> tuple[QuadraticModel, Evidence]:
-            # Where steps are fitted there is no offset; the gradient there says more of its scale.
-            return measured(proposal, optax.tree.where(before.fitting, g, offset), last)
-
-        def without_second() -> tuple[QuadraticModel, Evidence]:
-            model, evidence = measured(proposal, last)
-            return model.with_zero(OFFSET), evidence.with_zero(OFFSET)
+        unfitted = self._between(known, inputs, direction, others, calibration_before)
+        offset, last = others
+        # Where steps are fitted there is no offset; the gradient there says more of its scale.
+        second = optax.tree.where(before.fitting, inputs.gradients.g, offset)
+        directions = [jax.tree.map(jnp.negative, direction.v), second, last]
 
         def fitted() -> SetStep:
-            both = shared_any(whole | ~before.fitting)
-            model, evidence = jax.lax.cond(both, with_second, without_second)
-            new = self._fitted(known, inputs, direction, model, evidence, calibration_before)
-            other = self._between(known, inputs, direction, model.loss_slope, calibration_before)
-            # Replicas under a vmap share the branch, and each takes what is its own.
-            return jax.tree.map(lambda a, b: jnp.where(due, a, b), new, other)
+            gradients = inputs.gradients.g, inputs.gradients.objective(inputs.at.calibration)
+            few = jnp.ceil(_ENOUGH / jnp.maximum(known.effective, 1))
+            parts = jnp.where(inputs.k % _WHOLE_EVERY == 0, _MOST_PARTS, few)
+            measured = measure(
+                inputs.oracle, directions, gradients, self.fit.examples_of, inputs.k, parts
+            )
+            return self._fitted(known, inputs, direction, *measured, calibration_before)
 
-        def unfitted() -> SetStep:
-            slopes = jnp.stack([optax.tree.vdot(v, g) for v in (proposal, offset, last)])
-            return self._between(known, inputs, direction, slopes, calibration_before)
-
-        return jax.lax.cond(shared_any(due), fitted, unfitted)
+        # Replicas under a vmap share the branch, and each takes what is its own.
+        result = jax.lax.cond(shared_any(due), fitted, lambda: unfitted)
+        return jax.tree.map(lambda a, b: jnp.where(due, a, b), result, unfitted)
 
     def _fitted(
         self,
@@ -291,15 +277,16 @@ class SelfSetting:
         known: FitState,
         inputs: StepInputs,
         direction: Direction,
-        slopes: jax.Array,
+        others: tuple[Leaves, Leaves],
         calibration_before: jax.Array,
     ) -> SetStep:
         """A step with what is known: the blocks stand for the Fisher."""
-        c = inputs.at.calibration
+        g, c = inputs.gradients.g, inputs.at.calibration
+        slopes = [-optax.tree.vdot(direction.v, g), *(optax.tree.vdot(v, g) for v in others)]
         fast = known.average.rate
         w = jnp.where(known.fitting, known.w, self._averaged(known.average, fast))
         divergence = self._by_blocks(w, c, direction)
-        return self._shortened(known, w, fast, (divergence, slopes), calibration_before)
+        return self._shortened(known, w, fast, (divergence, jnp.stack(slopes)), calibration_before)
 
     def _by_blocks(self, w: jax.Array, c: Scalar, direction: Direction) -> jax.Array:
         """The divergence of the proposal's part of a step, by the calibrated blocks."""
