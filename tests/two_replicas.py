@@ -182,7 +182,7 @@ def gradients(name):
 
 
 def micro_batches(name):
-    """Each replica goes through its part in parts; a step's true size is measured on one of them."""
+    """Each replica goes through its part in parts; a step's true size is measured on one."""
     problem = Problem(kw.kfac, "exact", true_kl_clip=None)
     alone = jax.jit(problem.train(problem.instrument(), weighted=True))(*problem.batches())
     train = problem.train(problem.instrument(axis_name="batch"), weighted=True, micro_batches=4)
