@@ -10,7 +10,6 @@ in there is not done again.
 
 import argparse
 import dataclasses
-import json
 import math
 import pathlib
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import jax
 import optax
+import runs
 from equations import EQUATIONS, LARGE, Equation, network
 
 import kldwrm_jax as kw
@@ -129,15 +129,7 @@ def main() -> None:
         "precision": "float32" if args.float32 else "float64",
         "budget": args.seconds,
     }
-    lines = args.out.read_text().splitlines() if args.out and args.out.exists() else []
-    done = [json.loads(line) for line in lines]
-    seeds = [
-        seed
-        for seed in args.seed
-        if not any(
-            settings | {"seed": seed} == {k: run[k] for k in (*settings, "seed")} for run in done
-        )
-    ]
+    seeds = runs.missing(args.out, settings, args.seed)
     if not seeds:
         return
     run = compiled(equation, args.optimizer, args.rate, args.same_points)
@@ -150,10 +142,7 @@ def main() -> None:
                 f"loss {measured['loss']:.1e}, relative error {measured['error']:.1e}",
                 flush=True,
             )
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            with args.out.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+        runs.append(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ there is not done again.
 """
 
 import argparse
-import json
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+import runs
 from jax.flatten_util import ravel_pytree
 
 import kldwrm_jax as kw
@@ -266,15 +266,7 @@ def main() -> None:
         "precision": "float32" if args.float32 else "float64",
         "budget": args.seconds,
     }
-    lines = args.out.read_text().splitlines() if args.out and args.out.exists() else []
-    done = [json.loads(line) for line in lines]
-    seeds = [
-        seed
-        for seed in args.seed
-        if not any(
-            settings | {"seed": seed} == {k: run[k] for k in (*settings, "seed")} for run in done
-        )
-    ]
+    seeds = runs.missing(args.out, settings, args.seed)
     if not seeds:
         return
     run = compiled(args.optimizer, rate)
@@ -289,10 +281,7 @@ def main() -> None:
                 f"standard deviation {measured['deviation']:.1e}",
                 flush=True,
             )
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            with args.out.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+        runs.append(args.out, rows)
 
 
 if __name__ == "__main__":

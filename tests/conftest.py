@@ -1,3 +1,7 @@
+import functools
+import itertools
+import time
+
 import jax
 import numpy as np
 import precision
@@ -20,3 +24,9 @@ def x64():
 def rng():
     """Numpy's generator, from a fixed seed."""
     return np.random.default_rng(0)
+
+
+@pytest.fixture
+def a_second_a_step(monkeypatch):
+    """A clock that does not depend on the machine."""
+    monkeypatch.setattr(time, "process_time", functools.partial(next, itertools.count()))
