@@ -117,3 +117,19 @@ WELL = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes"
 def jit(f, **kwargs):
     """``jax.jit`` that compiles quickly rather than well: tests compile much and run little."""
     return jax.jit(f, compiler_options=QUICKLY, **kwargs)
+
+
+def equation(model):
+    """``u' = u`` with border values: residuals of seven and of three points, and likelihoods."""
+    inside, border = jnp.linspace(0, 1, 7)[:, None], jnp.linspace(2, 3, 3)[:, None]
+    params = model.init(jax.random.key(0), inside)["params"]
+
+    def residuals(params, inside, border):
+        def u(x):
+            return model.apply({"params": params}, x)
+
+        slope = jax.jvp(u, (inside,), (jnp.ones_like(inside),))[1]
+        return {"border": u(border), "inside": slope - u(inside)}
+
+    likelihoods = {"border": kw.Residuals(), "inside": kw.Residuals()}
+    return residuals, likelihoods, (params, inside, border)

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 from kldwrm_jax.capture.captured_layer import Bases
 from kldwrm_jax.capture.model import Model
 from kldwrm_jax.capture.oracle import Oracle
-from kldwrm_jax.capture.sample_space import Purpose, sample_space
+from kldwrm_jax.capture.sample_space import MOST_BYTES, Purpose, sample_space
 from kldwrm_jax.curvature import Dense, LayerBlock, Layers, Parameter
 from kldwrm_jax.curvature.blocks import Factors
-
-_MOST_BYTES = 4 * 2**30  # of the averages and their inverses
 
 
 def with_dense_blocks(model: Model, structure: str) -> Model:
@@ -88,12 +86,12 @@ def _check_memory(blocks: Sequence[LayerBlock], structure: str) -> None:
     """An error before matrices are made that would not fit."""
     itemsize = jnp.zeros((), float).dtype.itemsize
     needed = 2 * itemsize * sum(block.factor_size for block in blocks)
-    if needed > _MOST_BYTES:
+    if needed > MOST_BYTES:
         largest = max(blocks, key=lambda block: block.factor_size)
         smaller = "structure='layer', or " if structure == "network" else ""
         raise ValueError(
             f"structure={structure!r} makes dense blocks, of which the largest, {largest.name!r}, "
             f"is a matrix of {largest.shapes[0][-1]:,} rows and columns: {needed / 2**30:.1f} GiB "
             f"for all averages and their inverses, and kldwrm_jax makes none above "
-            f"{_MOST_BYTES / 2**30:.0f}: use {smaller}structure='kronecker'"
+            f"{MOST_BYTES / 2**30:.0f}: use {smaller}structure='kronecker'"
         )

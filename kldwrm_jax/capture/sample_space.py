@@ -21,7 +21,7 @@ from kldwrm_jax.likelihoods.term import LikelihoodTerm
 from kldwrm_jax.paths import Leaves, leaves_by_path, replace_leaves
 
 _HIGHEST = jax.lax.Precision.HIGHEST
-_MOST_BYTES = 4 * 2**30  # of the rows, or of their products
+MOST_BYTES = 4 * 2**30  # of a matrix: of the rows, of their products, of dense blocks
 
 
 class Purpose(NamedTuple):
@@ -223,10 +223,10 @@ def _check_memory(roots: list[jax.Array], oracle: Oracle, leaves: Leaves, purpos
     parameters = sum(math.prod(x.shape) for x in leaves.values())
     columns = max(rows, parameters) if purpose.solves else parameters
     needed = jnp.zeros((), float).dtype.itemsize * rows * columns
-    if needed > _MOST_BYTES:
+    if needed > MOST_BYTES:
         raise ValueError(
             f"{rows:,} rows (samples x columns of the root of their outputs' Fisher) and "
             f"{parameters:,} parameters make a matrix of {needed / 2**30:.1f} GiB, and "
-            f"{purpose.name} makes none above {_MOST_BYTES / 2**30:.0f}: use {purpose.smaller}, "
+            f"{purpose.name} makes none above {MOST_BYTES / 2**30:.0f}: use {purpose.smaller}, "
             f"or {purpose.instead}"
         )

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_nets
 from flax import nnx
 
 import kldwrm_jax as kw
@@ -173,17 +174,7 @@ def test_the_fisher_of_several_terms_is_their_sum(structure):
 @each_structure
 def test_terms_may_have_batches_of_different_size(structure):
     model = nn.Sequential([nn.Dense(4, param_dtype=float), nn.tanh, nn.Dense(1, param_dtype=float)])
-    inside, border = jnp.linspace(0, 1, 7)[:, None], jnp.linspace(2, 3, 3)[:, None]
-    params = model.init(jax.random.key(0), inside)["params"]
-
-    def residuals(params, inside, border):
-        def u(x):
-            return model.apply({"params": params}, x)
-
-        slope = jax.jvp(u, (inside,), (jnp.ones_like(inside),))[1]
-        return {"border": u(border), "inside": slope - u(inside)}
-
-    likelihoods = {"border": kw.Residuals(), "inside": kw.Residuals()}
+    residuals, likelihoods, (params, inside, border) = small_nets.equation(model)
     net = kw.instrument(residuals, likelihoods, params, inside, border, structure=structure)
     for name, f in net.oracle(params, inside, border).factors().items():
         paths, wanted = paths_of(net, name), 0.0

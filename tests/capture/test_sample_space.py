@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_nets
 
 import kldwrm_jax as kw
 from kldwrm_jax.capture import sample_space
@@ -76,17 +77,7 @@ def test_the_fisher_and_the_gradient_are_made_of_the_rows(case, weighted):
 
 def test_terms_of_different_size_have_their_own_rows():
     model = mlp(1)
-    inside, border = jnp.linspace(0, 1, 7)[:, None], jnp.linspace(2, 3, 3)[:, None]
-    params = model.init(jax.random.key(0), inside)["params"]
-
-    def residuals(params, inside, border):
-        def u(x):
-            return model.apply({"params": params}, x)
-
-        slope = jax.jvp(u, (inside,), (jnp.ones_like(inside),))[1]
-        return {"border": u(border), "inside": slope - u(inside)}
-
-    likelihoods = {"border": kw.Residuals(), "inside": kw.Residuals()}
+    residuals, likelihoods, (params, inside, border) = small_nets.equation(model)
     net = kw.instrument(residuals, likelihoods, params, inside, border)
     oracle = net.oracle(params, inside, border)
     space = sample_space(oracle, net.layers.parameters)
