@@ -34,7 +34,7 @@ test-versions: test-oldest test-newest  ## the core tests on the oldest and the 
 OLDEST := .venv-oldest/.ready
 NEWEST := .venv-newest/.ready
 
-# Every lower bound of the package's dependencies, as a version: "jax>=0.8.1" becomes "jax==0.8.1".
+# Every lower bound of the package's dependencies, as a version: "jax>=0.8.2" becomes "jax==0.8.2".
 $(OLDEST): pyproject.toml
 	$(PYTHON) -m venv --clear .venv-oldest
 	$(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \

@@ -34,7 +34,7 @@ from kldwrm_jax.paths import Leaves, leaves_by_path, leaves_like, replace_leaves
 
 _DAMPING = 1e-3  # beside a learning rate
 # The lowest damping, in units of the trace of K. On Poisson's equation, 2-d, the error after 20
-# seconds was 2e-6 and 3e-6 of two seeds with 1e-12, 1e-6 and 1e-5 with 1e-13, 7e-7 and 4e-7 with
+# seconds was 3e-6 and 3e-6 of two seeds with 1e-12, 1e-5 and 1e-6 with 1e-13, 7e-7 and 4e-7 with
 # 1e-14, 1e-5 and 4e-6 with 2e-16. In single precision also, in units of the squared epsilon: what
 # is below is lost in the rounding of J.
 _LOWEST, _LOWEST_ROUNDING = 1e-14, 10.0
